@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 import onefold
 from tests.support.ranks import run_processes, run_ranks, seeded
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.save of a sharded module")
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 MUON = partial(torch.optim.Muon, lr=1e-2)
 REFUSED = r"expected the optimizer state that rank \d of \d keeps[^$]*hint: [^$]*onefold\.load"

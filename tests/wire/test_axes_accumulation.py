@@ -229,18 +229,26 @@ def test_replicas_stay_the_same_after_a_backward_that_failed():
 
     def body(rank):
         module, optimizer = start((2, 2), 3, Wire(secondary="optimizer"))
-        first, last = BATCHES[0].chunk(2)
         backward(module, first, rank, WORLD)
         hook = module.blocks[0].register_forward_hook(lambda *args: _Failing.apply(args[-1]))
         with pytest.raises(ArithmeticError):
             backward(module, last, rank, WORLD)
         hook.remove()
-        optimizer.step()
+        with pytest.raises(StateError, match="failed backward"):
+            optimizer.step()
+        optimizer.zero_grad()
+        step(rank, WORLD, module, optimizer, [first, last])
         return whole_weights(module)
 
-    results = run_ranks(WORLD, body)
-    for other in results[1:]:
-        close(other, results[0], 0)
+    def alone(rank):
+        module, optimizer = start((2, 2), 3, Wire(secondary="optimizer"))
+        step(rank, WORLD, module, optimizer, [first, last])
+        return whole_weights(module)
+
+    first, last = BATCHES[0].chunk(2)
+    (wanted, *_), results = run_ranks(WORLD, alone), run_ranks(WORLD, body)
+    for found in results:
+        close(found, wanted, 0)
 
 
 @pytest.mark.parametrize("secondary", ["gradients", "optimizer"])

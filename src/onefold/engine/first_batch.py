@@ -16,7 +16,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.hooks import RemovableHandle
 
 from onefold.engine.pipelined import INFERENCE, calling_stage
-from onefold.engine.watch import tensors_in
+from onefold.engine.watch import in_transform, tensors_in
+from onefold.layout.model_axes import local_of
 from onefold.wire.collectives import Group
 
 _SAME_BATCH = (
@@ -40,6 +41,8 @@ class _FirstBatch:
     @torch._disable_dynamo  # as the hooks of hooks.py
     def __call__(self, root: nn.Module, args: object, kwargs: object) -> None:
         if self.handle is None or not torch.is_grad_enabled() or INFERENCE in calling_stage():
+            return
+        if in_transform():  # its tensors have no bytes
             return
         self.handle.remove()
         self.handle = None
@@ -118,6 +121,7 @@ def digest_of(arguments: object) -> str:
 
 
 def _bytes_of(tensor: Tensor) -> bytes:
+    tensor = local_of(tensor)
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     first = real.detach().reshape(-1)[: _SAMPLE_NBYTES // real.element_size()]
     return first.cpu().contiguous().view(torch.uint8).numpy().tobytes()

@@ -7,11 +7,14 @@ from functools import partial
 from typing import Protocol
 from weakref import WeakSet
 
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
 from onefold.engine.driving import Action, Verb
 from onefold.engine.forward_threads import current_forward
 from onefold.engine.noise import NoiseScale
 from onefold.engine.policy import UnitFacts
 from onefold.engine.schedule import Schedule
+from onefold.engine.watch import in_transform
 from onefold.unit.unit import Unit
 from onefold.wire.collectives import Group
 from onefold.wire.ticket import Ticket
@@ -49,7 +52,10 @@ class Hands:
         A forward in a thread of its own has its driver do so: the group of ranks may belong to it.
         """
         thread = current_forward() if actions else None
-        if thread is None:
+        if in_transform():
+            with temporarily_clear_interpreter_stack():  # else buffers would end with a transform
+                self._execute(actions)
+        elif thread is None:
             self._execute(actions)
         else:
             thread.ask(partial(self._execute, actions))

@@ -5,7 +5,7 @@ Where units are stepped in the background, readers wait (`WaitingState`).
 `optimizer.state_dict()` of a sharded optimizer holds this rank's part alone. Rows are DTensors,
 which keep the place of the rank that made them. States of whole matrices are plain tensors on the
 owner of a matrix: the other ranks' state dicts name the owner instead. So another rank's state is
-recognised where it is loaded (`own_state`).
+recognised where it is loaded (`own_state`), and pickling it warns.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from onefold.engine.engine import Engine
 from onefold.errors import StateError
+from onefold.unit.logical import DetachedShard, LogicalTensor, dtensor_over
 from onefold.unit.parameter import UnitParameter
 
 KEPT_BY, OF_RANKS = "onefold_kept_by", "onefold_of_ranks"
@@ -68,11 +69,16 @@ class OwnStates:
         optimizer.register_load_state_dict_pre_hook(self._check_loaded)
 
     def _name_keepers(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """Note, in place of a state that another rank keeps, which rank that is."""
+        """Note, in place of a state that another rank keeps, which rank that is.
+
+        Shards are given out as those that warn when they are pickled.
+        """
         state = state_dict["state"]
         for number, parameter in self._numbered(optimizer, state_dict) if state else ():
-            keeper = self._keeper_of(parameter)
-            if keeper is not None and not state.get(number):
+            keeper, own = self._keeper_of(parameter), state.get(number)
+            if own:
+                state[number] = {name: _given_out(value) for name, value in own.items()}
+            elif keeper is not None:
                 state[number] = name_keeper(parameter, keeper)
 
     def _check_loaded(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -89,6 +95,12 @@ class OwnStates:
                 parameter = self._find(tensor)
                 if parameter is not None:
                     yield number, parameter
+
+
+def _given_out(value: Any) -> Any:
+    if not isinstance(value, LogicalTensor):
+        return value
+    return dtensor_over(DetachedShard, value._local_tensor, value._spec)
 
 
 def _another_ranks(parameter: UnitParameter, got: str) -> StateError:

@@ -26,8 +26,9 @@ from onefold.layout.packed import CodedWeight
 from onefold.unit import refusals
 from onefold.unit.buffer import Buffer
 from onefold.unit.context import Context
-from onefold.unit.dtensors import is_passive, reads_values, without_backward
+from onefold.unit.dtensors import without_backward
 from onefold.unit.formats import MATRIX_FORMATS, MatrixParts, format_of
+from onefold.unit.functions import VALUES, is_passive
 
 
 class DecodedWeight:
@@ -191,7 +192,7 @@ _IN_BYTES: dict[Any, Any] = {F.linear: _linear, torch.addmm: _addmm, Tensor.__ge
 
 def _on_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run any other operation on decoded numbers; bookkeeping on the stand-in."""
-    if is_passive(func) and not reads_values(func):
+    if is_passive(func) and func not in VALUES:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     leaves = list(tree_iter((args, kwargs)))

@@ -27,49 +27,27 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from onefold.errors import StateError
 from onefold.unit import refusals
-from onefold.unit.logical import LogicalValues, count_edits, dtensor_over, needs_plain, run_sharded
+from onefold.unit.functions import (
+    FILLS,
+    GET_DATA,
+    GET_GRAD,
+    NEW,
+    SET_DATA,
+    VALUES,
+    is_passive,
+    writes,
+)
+from onefold.unit.logical import (
+    LogicalValues,
+    as_logical,
+    count_edits,
+    dtensor_over,
+    needs_plain,
+    run_sharded,
+)
 
 Owner = Callable[[], Any]
 """A weak reference to the `UnitParameter` of a tensor, which is built of these classes."""
-
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-_GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
-_GET_GRAD = Tensor.grad.__get__  # type: ignore[attr-defined]
-_COMPUTED_GETTERS = {"T", "H", "mT", "mH", "real", "imag"}
-_PASSIVE = {
-    Tensor.detach, Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride,
-    Tensor.element_size, Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex,
-    Tensor.requires_grad_, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook,
-    Tensor.get_device, Tensor.__len__, Tensor.__hash__, Tensor.__repr__, Tensor.__format__,
-    Tensor.data_ptr, Tensor.storage_offset, Tensor.untyped_storage, Tensor.is_shared,
-    Tensor.__deepcopy__, Tensor.__reduce_ex__, Tensor.is_same_size, Tensor.is_signed,
-    Tensor._is_view, Tensor.zero_, Tensor.copy_, Tensor.fill_, Tensor.normal_, Tensor.uniform_,
-    torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor,
-    torch.result_type, torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like,
-    torch.rand_like, torch.randn_like, Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones,
-    Tensor.new_full, Tensor.new_tensor,
-}  # fmt: skip
-"""Functions that need own rows at most, or write in place (initialisers act on the shard)."""
-
-_VALUES = {
-    Tensor.detach, Tensor.__repr__, Tensor.__format__, Tensor.data_ptr, Tensor.untyped_storage,
-    Tensor.__deepcopy__, Tensor.__reduce_ex__, Tensor.zero_, Tensor.copy_, Tensor.fill_,
-    Tensor.normal_, Tensor.uniform_, _GET_DATA, _SET_DATA,
-}  # fmt: skip
-"""The passive functions that read or write values: a step in the background must be over."""
-
-
-def is_passive(func: Callable[..., Any]) -> bool:
-    """True for attribute access and bookkeeping: a sharded parameter answers by itself."""
-    name = getattr(func, "__name__", "")
-    if name in ("__get__", "__set__", "__delete__"):
-        return getattr(getattr(func, "__self__", None), "__name__", "") not in _COMPUTED_GETTERS
-    return func in _PASSIVE
-
-
-def reads_values(func: Callable[..., Any]) -> bool:
-    """True for a passive function that reads or writes values."""
-    return func in _VALUES
 
 
 def _dispatch(
@@ -82,6 +60,11 @@ def _dispatch(
     leaves = list(tree_iter((args, kwargs)))
     owners = {id(leaf): leaf.owner() for leaf in leaves if isinstance(leaf, AT_REST)}
     owners = {key: owner for key, owner in owners.items() if owner is not None}
+    if func in FILLS:
+        for owner in owners.values():
+            owner.unit.wait_step()
+        with torch._C.DisableTorchFunctionSubclass():
+            return run_sharded(func, args, kwargs)
     for owner in owners.values():
         used = owner.unit.tiled.use(func, args, kwargs) if owner.unit.tiled else None
         if used is not None:
@@ -91,6 +74,8 @@ def _dispatch(
         for owner in owners.values():
             owner.unit.wait_step()
         wanted = [o.unit for o in owners.values() if must or o.unit.is_wanted_unsharded(o)]
+        if wanted and _is_into_shards(func, leaves[0], wanted[0]):
+            wanted = []
         if not wanted:
             outputs = run_sharded(func, args, kwargs)
             count_edits(func, [leaf for leaf in tree_iter(args[:1]) if isinstance(leaf, AT_REST)])
@@ -108,9 +93,9 @@ def _bookkeeping(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     sharded = args[0] if args else None
     owner = sharded.owner() if isinstance(sharded, AT_REST) else None
     if owner is not None:
-        if func in _VALUES:
+        if func in VALUES:
             owner.unit.wait_step()
-        elif func == _GET_GRAD:
+        elif func == GET_GRAD:
             owner.unit.gradient.check_there(owner)
         if func is Tensor.register_hook:
             raise refusals.TENSOR_HOOK(owner.fqn)
@@ -118,12 +103,23 @@ def _bookkeeping(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
             raise refusals.NO_COPY(owner.fqn)
         if func is Tensor.detach and isinstance(sharded, ShardedParameter):  # as state_dict() does
             return owner.detached()
-        if func == _SET_DATA:
+        if func == SET_DATA:
             owner.refuse_other_data(args[1])
-        elif func == _GET_DATA:
+        elif func == GET_DATA:
             return owner.shown_data()
+        elif func in NEW:
+            spec = owner.spec
+            like = torch.empty(0, dtype=spec.dtype, device=spec.context.store.device)
+            return func(like, *args[1:], **kwargs)
     with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
+        outputs = run_sharded(func, args, kwargs) if func is Tensor.copy_ else func(*args, **kwargs)
+        return as_logical(outputs) if type(outputs) is DTensor else outputs
+
+
+def _is_into_shards(func: Callable[..., Any], target: Any, unit: Any) -> bool:
+    """True for a write to a tensor that is cut as the unit is, as a user's average of weights."""
+    is_shard = isinstance(target, DTensor) and not isinstance(target, AT_REST)
+    return is_shard and target.device_mesh == unit.context.mesh and writes(func)
 
 
 def _own_memory(outputs: Any, unsharded: list[Tensor]) -> Any:

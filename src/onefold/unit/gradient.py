@@ -15,7 +15,6 @@ Every message says which parameters this rank used. So a parameter that no rank 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import partial
 from weakref import ref
 
@@ -28,19 +27,9 @@ from onefold.unit.buffer import Buffer
 from onefold.unit.logical import NoMean
 from onefold.unit.node_reduction import reduction_of
 from onefold.unit.parameter import UnitParameter
-from onefold.unit.reduction import MeanBuffer, MeanRows
+from onefold.unit.reduction import Landed, MeanBuffer, MeanRows
 from onefold.unit.weights import UnitWeights
 from onefold.wire.ticket import DONE, Ticket
-
-
-@dataclass(frozen=True, slots=True)
-class _Landed:
-    """The result of a reduction's first hop."""
-
-    parameters: list[UnitParameter]
-    which: tuple[int, ...]  # their numbers
-    users: list[bool]  # whether some rank used each parameter
-    mean: MeanRows | None
 
 
 class UnitGradient:
@@ -60,6 +49,7 @@ class UnitGradient:
         self._resting: dict[UnitParameter, Tensor] = {}
         self._stand_ins: set[UnitParameter] = set()
         self._due: set[UnitParameter] = set()
+        self._earlier: set[UnitParameter] = set()  # had a `.grad` when the last backward began
         # reduced gradients, and the `.grad` that shows each
         spans = [(p.span.start, p.span.stop) for p in parameters]
         self._means = MeanBuffer(spec, spans, keeps_bytes=keeps_bytes)
@@ -67,7 +57,7 @@ class UnitGradient:
         self._reduced_at = -1  # steps that were done when a mean was last shown
         # the reduction under way
         self.reduction = reduction_of(spec)
-        self._landed: _Landed | None = None
+        self._landed: Landed | None = None
         self._following = DONE  # its second hop
         store, ledger = spec.context.store, spec.context.ledger
         self._ledger = ledger
@@ -145,52 +135,55 @@ class UnitGradient:
             self._stand_ins.add(parameter)
         self._resting[parameter] = parameter.sharded.grad  # type: ignore[assignment]
 
-    def _take_back_partials(self) -> None:
-        """Partial gradients are about to be reduced: `.grad` shows only reduced ones."""
+    def _take_back_partials(self, *, are_sent: bool = False) -> None:
+        """Show no partial gradients; of those that `are_sent`, that they are lost until then."""
         for parameter in self._stand_ins:
             shown = self._resting[parameter]
             if parameter.sharded.grad is shown and shown is not self.shown.get(parameter):
-                parameter.sharded.grad = None
+                parameter.sharded.grad = parameter.lost_mean if are_sent else None
         self._resting.clear()
         self._stand_ins.clear()
 
-    def drop_partial(self) -> list[UnitParameter]:
-        """Forget gradients that were not reduced; return the parameters that showed one."""
+    def drop_partial(self) -> None:
+        """Forget gradients that were not reduced."""
         self._due.clear()
         with torch._C.DisableTorchFunctionSubclass():
-            before = {p: p.sharded.grad for p in self._resting}
             self._take_back_partials()
-            lost = [p for p, shown in before.items() if p.sharded.grad is not shown]
             for parameter in self.partial:
-                if parameter.unsharded is not parameter.sharded:  # else as in plain PyTorch
-                    parameter.unsharded.grad = None
+                parameter.unsharded.grad = None
         self._count_reduced(list(self.partial))
         self.reduction.drop(range(len(self._parameters)))
-        return lost
 
     def discard(self) -> None:
         """A backward failed: drop the results of reductions that still arrive; `lose` follows."""
         self._is_discarding = True
 
     def lose(self) -> None:
-        """A backward failed: forget partial gradients. Reading earlier sums becomes an error."""
+        """A backward failed: forget its gradients. Earlier sums, which it has torn, are errors."""
         self._is_discarding = False
-        sums = [p for p, shown in self.shown.items() if isinstance(shown, NoMean)]  # of the node
-        for parameter in [*self.drop_partial(), *sums]:
-            self.shown.pop(parameter, None)
-            parameter.sharded.grad = parameter.no_mean(is_lost=True)
-
-    def check_whole(self) -> None:
-        """Raise `StateError` if earlier sums were lost and not cleared since."""
+        torn = self._earlier & set(self._with_grad())
+        self.drop_partial()
         with torch._C.DisableTorchFunctionSubclass():
-            grads = [p.sharded.grad for p in self._parameters]
-        for parameter, shown in zip(self._parameters, grads, strict=True):
+            for parameter in self._parameters:
+                parameter.sharded.grad = parameter.lost_mean if parameter in torn else None
+        self.drop_cleared()
+        self.shown.clear()
+
+    def _with_grad(self) -> dict[UnitParameter, Tensor]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return {p: grad for p in self._parameters if (grad := p.sharded.grad) is not None}
+
+    def check_whole(self) -> set[UnitParameter]:
+        """Return the parameters with a gradient; raise `StateError` if one is lost."""
+        grads = self._with_grad()
+        for parameter, shown in grads.items():
             if isinstance(shown, NoMean) and parameter not in self._resting | self.shown:
                 shown.refuse()
+        return set(grads)
 
     def begin(self) -> None:
         """A backward begins."""
-        self.check_whole()
+        self._earlier = self.check_whole()
         self.drop_cleared()
 
     # between micro-batches, for checkpoints
@@ -201,9 +194,8 @@ class UnitGradient:
             partials = {p: g for p in self.partial if (g := p.partial_grad) is not None}
             means = {
                 p: p.unwrap(grad)
-                for p in self._parameters
-                if (grad := p.sharded.grad) is not None
-                and not isinstance(grad, NoMean)
+                for p, grad in self._with_grad().items()
+                if not isinstance(grad, NoMean)
                 and self._reduced_at == self._ledger.steps
                 and (p not in partials or grad is self.shown.get(p))
             }
@@ -250,7 +242,7 @@ class UnitGradient:
             return Ticket(finish=partial(self._keep_local, parameters))
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             self.drop_cleared()
-            self._take_back_partials()
+            self._take_back_partials(are_sent=True)
             used = [p.unsharded.grad is not None for p in parameters]
             partials = [p.flat_partial() for p in parameters]
             mean = self.mean_rows(parameters) if self.reduction.fills_rows else None
@@ -284,8 +276,7 @@ class UnitGradient:
             self._count_local()
 
     def _count_local(self) -> None:
-        own = [p.unwrap(g).nbytes for p in self._parameters if (g := p.sharded.grad) is not None]
-        self._local_account.set(sum(own))
+        self._local_account.set(sum(p.unwrap(g).nbytes for p, g in self._with_grad().items()))
 
     def _finish_reduce(
         self, parameters: list[UnitParameter], used: list[bool], partials: list[Tensor],
@@ -295,8 +286,7 @@ class UnitGradient:
         partials.clear()
         self._count_reduced(parameters)
         if not self._is_discarding:
-            which = tuple([p.index for p in parameters])
-            self._landed = _Landed(parameters, which, self.reduction.users(used), mean)
+            self._landed = Landed(parameters, self.reduction.users(used), mean)
 
     def keep_sums(self) -> None:
         """Keep the node's sums until the last micro-batch, and show that there are some."""
@@ -334,12 +324,19 @@ class UnitGradient:
         """Show stand-ins until nodes exchange their sums, so that clearing them is noticed."""
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for parameter in [self._parameters[index] for index in resting]:
-                if parameter.sharded.grad is None:
-                    parameter.sharded.grad = parameter.no_mean(is_lost=False)
+                if self._shows_nothing(parameter):
+                    parameter.sharded.grad = parameter.no_mean()
                     self._stand_ins.add(parameter)
                     if self.reduction.rests_in_place:
                         self.shown[parameter] = parameter.sharded.grad
                 self._resting[parameter] = parameter.sharded.grad  # type: ignore[assignment]
+
+    def _shows_nothing(self, parameter: UnitParameter) -> bool:
+        """True if `.grad` is None, or stands for a sum that is on its way."""
+        shown = parameter.sharded.grad
+        return shown is None or (
+            isinstance(shown, NoMean) and shown is not self.shown.get(parameter)
+        )
 
     def end_following(self) -> None:
         """Wait for the second hop of the last reduction, if it is not over."""
@@ -363,8 +360,8 @@ class UnitGradient:
         flat, rows = self._means.allocate()
         fresh = list[bool]()
         for parameter in parameters:
-            grad = parameter.sharded.grad
-            adds = grad is not None and parameter.sharded is not parameter.unsharded
+            grad, is_bare = parameter.sharded.grad, parameter.sharded is parameter.unsharded
+            adds = grad is not None and not is_bare and not self._shows_nothing(parameter)
             fresh.append(not adds)
             if adds and grad is not None and grad is not self.shown.get(parameter):
                 self._rest_view(parameter).copy_(parameter.unwrap(grad))

@@ -21,6 +21,16 @@ from torch.utils._pytree import tree_iter, tree_map
 from onefold.errors import StateError
 from onefold.layout.cut import bounds_of
 from onefold.unit import cut_dtensor, refusals
+from onefold.unit.functions import (
+    ELEMENTWISE,
+    FILLS,
+    NEW,
+    READS,
+    REFUSALS,
+    SHAPED,
+    has_no_identity,
+    writes,
+)
 
 
 class LogicalValues(DTensor):
@@ -56,40 +66,30 @@ class LogicalValues(DTensor):
         return chunks
 
 
-_WRITES = {
-    "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__",
-    "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__setitem__",
-}  # fmt: skip
-"""Operators that write in place, as all functions do whose name ends with one underscore."""
-
-_BOUNDS = {
-    "max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "median", "nanmedian",
-    "_foreach_max", "fmax", "fmin",
-}  # fmt: skip
-_NORMS = {"norm", "vector_norm", "linalg_vector_norm", "linalg_norm", "_foreach_norm"}
-
-
-def writes(func: Callable[..., Any]) -> bool:
-    """True for functions that change their first argument in place."""
-    name = getattr(func, "__name__", "")
-    return name in _WRITES or (name.endswith("_") and not name.endswith("__"))
-
-
 def run_sharded(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func` on DTensors, right where DTensor is not: empty shards, indexed writes.
 
-    Raises `StateError` for an in-place operation with a plain tensor.
+    Raises `StateError` for an in-place operation with a plain tensor that is not elementwise.
     """
     if func is Tensor.__setitem__ and isinstance(args[0], DTensor):
         return _set_item(*args)
     if func is Tensor.__getitem__ and isinstance(args[0], DTensor) and _is_list(args[1]):
         return args[0].full_tensor()[tree_map(_plain, args[1])]
-    plain = [a for a in args[1:] if isinstance(a, Tensor) and not isinstance(a, DTensor)]
-    if writes(func) and isinstance(args[0], DTensor) and any(a.numel() > 1 for a in plain):
-        raise refusals.MIXED_WRITE(getattr(args[0], "_label", LogicalValues._label))
-    if _has_no_identity(func, args, kwargs):
+    if func in FILLS:
+        return _fill(func, args, kwargs)
+    if args and writes(func):
+        operands, kwargs = _like_target(func, args[0], (args[1:], kwargs))
+        args = (args[0], *operands)
+    if has_no_identity(func, args, kwargs):
         args, kwargs = tree_map(_with_rows, (args, kwargs))
-    return as_logical(func(*args, **kwargs))
+    try:
+        return as_logical(func(*args, **kwargs))
+    except RuntimeError as error:
+        if not any(words in str(error) for words in REFUSALS):
+            raise
+        sharded = (leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, DTensor))
+        label = getattr(next(sharded, None), "_label", LogicalValues._label)
+        raise refusals.UNREADABLE(label, getattr(func, "__name__", repr(func))) from error
 
 
 def _refuse_lost_write(target: DTensor) -> None:
@@ -107,12 +107,49 @@ def _set_item(target: DTensor, index: Any, value: Any) -> None:
     index, value = tree_map(_plain, (index, value))
     full = target.full_tensor()
     full[index] = value
-    mesh, placements = target.device_mesh, target.placements
+    target.copy_(_cut_like(target, full))
+
+
+def _fill(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Have `func` fill a plain tensor of the whole shape, and keep own rows."""
+    leaves = tree_iter((args, kwargs))
+    target = next((leaf for leaf in leaves if isinstance(leaf, DTensor)), None)
+    if target is None:
+        return func(*args, **kwargs)
+    full = torch.empty(target.shape, dtype=target.dtype, device=target._local_tensor.device)
+    full.requires_grad_(target.requires_grad)  # torch refuses to write to such a leaf
+    args, kwargs = tree_map(lambda leaf: full if leaf is target else leaf, (args, kwargs))
+    values = func(*args, **kwargs)
+    with torch.no_grad():
+        own = _cut_like(target, values.detach())
+        return target.copy_(own) if values is full else as_logical(own)
+
+
+def _like_target(func: Callable[..., Any], target: Any, operands: Any) -> Any:
+    """The operands of a write: gathered if `target` is plain, cut like it if it is not."""
+    if isinstance(target, list | tuple):  # of torch._foreach_
+        return operands if isinstance(target[0], DTensor) else tree_map(_plain, operands)
+    if not isinstance(target, DTensor):
+        return tree_map(_plain, operands)
+
+    def cut(operand: Any) -> Any:
+        if not isinstance(operand, Tensor) or isinstance(operand, DTensor) or not operand.dim():
+            return operand
+        name = getattr(func, "__name__", "")
+        if name not in ELEMENTWISE:
+            raise refusals.MIXED_WRITE(getattr(target, "_label", LogicalValues._label), name)
+        return _cut_like(target, operand.to(target.device).expand(target.shape))
+
+    return tree_map(cut, operands)
+
+
+def _cut_like(target: DTensor, full: Tensor) -> DTensor:
+    """Own rows of a plain tensor of the shape of `target`; nothing is sent."""
     if cut_dtensor.is_weighted(target):
-        target.copy_(dtensor_over(DTensor, cut_dtensor.own_view(target, full), target._spec))
-        return
+        return dtensor_over(DTensor, cut_dtensor.own_view(target, full), target._spec)
+    mesh, full = target.device_mesh, full if torch.is_grad_enabled() else full.detach()
     replicated = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    target.copy_(replicated.redistribute(placements=placements))
+    return replicated.redistribute(placements=target.placements)
 
 
 def _is_list(index: Any) -> bool:
@@ -127,17 +164,6 @@ def _plain(leaf: Any) -> Any:
         return leaf
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.Python, False):
         return leaf.full_tensor()
-
-
-def _has_no_identity(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> bool:
-    """True for reductions that are not defined on an empty shard."""
-    name = getattr(func, "__name__", "")
-    if name in _BOUNDS:
-        return True
-    orders = [a for a in (*args, *kwargs.values()) if isinstance(a, int | float | str)]
-    return name in _NORMS and any(str(order) in ("inf", "-inf") for order in orders)
 
 
 def _with_rows(leaf: Any) -> Any:
@@ -155,20 +181,20 @@ def _with_rows(leaf: Any) -> Any:
 
 
 def needs_plain(func: Callable[..., Any], leaves: list[Any]) -> bool:
-    """True where no DTensor operation is defined, as beside a plain tensor.
+    """True where no DTensor operation is defined, as with a plain tensor.
 
-    A write to a DTensor is left to DTensor, and to its error: on a copy it would do nothing.
+    Writes keep their target: on a copy they would do nothing.
     """
-    name = getattr(func, "__name__", "")
-    if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
-        is_into_plain = bool(leaves) and not isinstance(leaves[0], DTensor)
-        return is_into_plain and any(isinstance(leaf, LogicalValues) for leaf in leaves)
-    if cut_dtensor.needs_whole(func, leaves) or name == "allclose":  # which DTensor does not define
+    if writes(func) or func in SHAPED:
+        return False
+    if cut_dtensor.needs_whole(func, leaves) or func is torch.allclose:  # not defined by DTensor
         return True
     if torch.is_inference_mode_enabled():  # where DTensor's views are not defined either
         return True
     return any(isinstance(leaf, LogicalValues) for leaf in leaves) and any(
-        isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.dim() > 0
+        isinstance(leaf, Tensor)
+        and not isinstance(leaf, DTensor)
+        and (leaf.dim() > 0 or leaf.requires_grad)  # a gradient flows into no plain number
         for leaf in leaves
     )
 
@@ -195,17 +221,21 @@ def dtensor_over(
     return shown
 
 
-_READS = {
-    Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__float__, Tensor.__int__, Tensor.__bool__,
-    Tensor.__index__, Tensor.__complex__, Tensor.__format__, Tensor.__array__,
-}  # fmt: skip
-
-
 class LogicalTensor(LogicalValues):
     """A gradient, or a result of sharded parameters and gradients.
 
     Reading a number gathers the value first: a collective, as all of DTensor's operations.
     """
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
+        kind = DetachedShard if isinstance(self, DetachedShard) else LogicalTensor
+        _await_readers([self])
+        copied = memo[id(self)] = dtensor_over(kind, self._local_tensor.clone(), self._spec)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _await_readers([self])
+        return dtensor_over(DTensor, self._local_tensor, self._spec).__reduce_ex__(protocol)
 
     @classmethod
     @torch._disable_dynamo
@@ -214,9 +244,11 @@ class LogicalTensor(LogicalValues):
         with torch._C.DisableTorchFunctionSubclass():
             leaves = list(tree_iter((args, kwargs)))
             _await_readers(leaves)
+            if func in NEW:
+                return func(args[0]._local_tensor, *args[1:], **kwargs)
             if writes(func) and isinstance(args[0], DTensor):
                 _refuse_lost_write(args[0])
-            if func in _READS or needs_plain(func, leaves):
+            if func in READS or needs_plain(func, leaves):
                 plain_args, plain_kwargs = tree_map(_plain, (args, kwargs))
                 return func(*plain_args, **plain_kwargs)
             return run_sharded(func, args, kwargs)
@@ -230,22 +262,8 @@ def as_logical(outputs: Any) -> Any:
     return outputs
 
 
-def kind_over(spec: Any) -> type[DTensor]:
-    """The class of a DTensor of `spec` that is neither a parameter nor a gradient."""
-    is_own = isinstance(spec.mesh, cut_dtensor.WeightedMesh) or spec.mesh.ndim > 1
-    return LogicalTensor if is_own else DTensor
-
-
 class ShownData(LogicalTensor):
     """`.data` of a sharded parameter: edits are counted, reads are not."""
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
-        kind = kind_over(self._spec)
-        copied = memo[id(self)] = dtensor_over(kind, self._local_tensor.clone(), self._spec)
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return dtensor_over(DTensor, self._local_tensor, self._spec).__reduce_ex__(protocol)
 
     @classmethod
     @torch._disable_dynamo
@@ -257,49 +275,27 @@ class ShownData(LogicalTensor):
 
 @cache
 def warn_of_shards() -> None:
-    """Warn, once per process, that a file gets shards in place of whole parameters."""
+    """Warn, once per process, that a file gets shards in place of whole tensors."""
     warnings.warn(
-        "torch.save of a sharded module's state_dict() writes this rank's rows alone. For one "
-        "plain file, call onefold.full_state_dict(module) on every rank and save its result on "
-        "rank 0. To resume, use onefold.save.",
+        "torch.save of a sharded module's or optimizer's state_dict() writes this rank's rows "
+        "alone, which no other rank can load. To resume, use onefold.save. For one plain file, "
+        "call onefold.full_state_dict(module), or get_optimizer_state_dict of "
+        "torch.distributed.checkpoint.state_dict with StateDictOptions(full_state_dict=True), on "
+        "every rank, and save the result on rank 0.",
         stacklevel=5,  # of the line that calls torch.save
     )
 
 
-class _Shard:
-    """A detached shard, as in a state dict. It copies like a tensor, and warns when pickled."""
-
-    _local_tensor: Tensor
-    _spec: Any
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
-        copied: Tensor = dtensor_over(kind_over(self._spec), self._local_tensor.clone(), self._spec)
-        warn_when_pickled(copied)
-        memo[id(self)] = copied
-        return copied
+class DetachedShard(LogicalTensor):
+    """A shard in the state dict of a module or optimizer, which warns when it is pickled."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self._spec.mesh.size() > 1:
             warn_of_shards()
-        plain = dtensor_over(kind_over(self._spec), self._local_tensor, self._spec)
-        return plain.__reduce_ex__(protocol)
+        return super().__reduce_ex__(protocol)
 
     def untyped_storage(self) -> Any:
         raise refusals.NO_STORAGE(list(self._spec.shape))
-
-
-class DetachedShard(_Shard, DTensor):
-    """A shard in the state dict of a module whose ranks hold equal parts."""
-
-
-class WeightedShard(_Shard, LogicalTensor):
-    """A shard in the state dict of a module whose ranks hold unequal parts."""
-
-
-def warn_when_pickled(shown: Tensor) -> None:
-    """Let a shard that is given to a user warn when it is pickled."""
-    kind: Any = WeightedShard if isinstance(shown, LogicalTensor) else DetachedShard
-    shown.__class__ = kind
 
 
 class RestingGrad(Tensor):

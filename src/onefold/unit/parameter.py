@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 from weakref import ref
 
@@ -94,11 +94,15 @@ class UnitParameter(ShardedForm):
 
     # as users see it
 
-    def no_mean(self, *, is_lost: bool) -> Tensor:
-        """A stand-in for `sharded.grad` while there is no mean: see `refusals.NO_MEAN_YET`."""
-        why = refusals.LOST_MEAN if is_lost else refusals.NO_MEAN_YET
+    def no_mean(self, why: refusals.Refusal = refusals.NO_MEAN_YET) -> Tensor:
+        """A stand-in for `sharded.grad` while there is no mean."""
         where = self.spec.context.where
         return logical.NoMean.like(self.sharded, partial(why, self.fqn, where=where))
+
+    @cached_property
+    def lost_mean(self) -> Tensor:
+        """The stand-in for a sum that a failed backward has torn, or that is on its way."""
+        return self.no_mean(refusals.LOST_MEAN)
 
     def own_grad(self) -> Tensor | None:
         """Own rows of `sharded.grad`, as real numbers; None if there are none."""
@@ -382,7 +386,7 @@ class UnitParameter(ShardedForm):
     def detached(self) -> Tensor:
         shown = self.wrap(self.local.detach())
         if isinstance(shown, DTensor):
-            logical.warn_when_pickled(shown)
+            shown.__class__ = logical.DetachedShard
         self.unit.note_shown(shown)
         return shown
 

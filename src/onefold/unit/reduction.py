@@ -48,6 +48,20 @@ class MeanRows:
     fresh: list[bool]  # True: the mean replaces the rows; False: it is added to them
 
 
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """The result of a reduction's first hop."""
+
+    parameters: list[Any]
+    users: list[bool]  # whether some rank used each parameter
+    mean: MeanRows | None
+
+    @property
+    def which(self) -> Which:
+        """The numbers of the parameters."""
+        return tuple([parameter.index for parameter in self.parameters])
+
+
 class MeanBuffer:
     """One flat buffer with a row for each parameter. It has its bytes while there are gradients."""
 

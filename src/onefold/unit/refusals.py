@@ -80,9 +80,14 @@ REPLACED_SUM = Refusal(
     "assign it before the first micro-batch, or after a backward outside of onefold.accumulate",
 )
 MIXED_WRITE = Refusal(
-    "no in-place operation of {} with a plain tensor",
-    "one, as when adapters are merged",
+    "an elementwise in-place operation of {} with a plain tensor",
+    "{1}()",
     "run it inside `with onefold.unsharded(module, writeback=True):`",
+)
+UNREADABLE = Refusal(
+    "an operation that DTensor defines on the rows of {}",
+    "{1}()",
+    "call it on `.full_tensor()`, or inside `with onefold.unsharded(module):`",
 )
 LOST_WRITE = Refusal(
     "no write to a part of {}",
@@ -114,7 +119,7 @@ NO_MEAN_YET = Refusal(
     "clear them between micro-batches, zero_grad(set_to_none=True)",
 )
 LOST_MEAN = Refusal(
-    "the gradient of {!r} to be the mean of all ranks",
-    "sums of micro-batches that a failed backward left incomplete",
+    "the gradient of {!r} to be a sum of whole backwards",
+    "a sum to which a failed backward has added, or not",
     "call optimizer.zero_grad() and run all micro-batches of the step again",
 )

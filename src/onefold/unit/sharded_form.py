@@ -94,7 +94,7 @@ class ShardedForm:
                 spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
         else:
             spec = self._over(local, self._template.placements)._spec
-        return logical.dtensor_over(logical.kind_over(spec), local, spec)
+        return logical.dtensor_over(logical.LogicalTensor, local, spec)
 
     def wrap_grad(self, local: Tensor) -> Tensor:
         """Wrap a reduced gradient [own rows] for `sharded.grad`."""
@@ -164,7 +164,7 @@ class ShardedForm:
         """A tensor, sharded or not, in the form that `sharded.copy_` takes."""
         if self._template is None:
             return value.full_tensor() if isinstance(value, DTensor) else value
-        if isinstance(value, DTensor) and self.model is None:
+        if self.model is None:  # `copy_` cuts plain tensors
             return value
         return self.wrap(self.unwrap(value).to(self.local))
 

@@ -1,0 +1,483 @@
+"""Edits and reads of sharded parameters are those of one process, at every stage."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import init
+
+import onefold
+from onefold.unit.logical import warn_of_shards
+from tests.support.ranks import run_ranks, seeded
+from tests.support.zoo import whole
+
+ROWS = [(1, 3), (2, 0), (2, 1), (3, 2), (3, 3)]
+"""World size and stage."""
+
+rows = pytest.mark.parametrize(("world_size", "stage"), ROWS)
+X = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
+
+
+class Mixed(nn.Module):
+    """Parameters with more rows than ranks, as many and fewer; one of them is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.many = nn.Parameter(torch.randn(7, 3))
+        self.frozen = nn.Parameter(torch.randn(5, 3), requires_grad=False)
+        self.kernel = nn.Parameter(torch.randn(3, 2, 1, 2))
+        self.one = nn.Parameter(torch.randn(1, 3))
+        self.gain = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (x @ self.many.t()).sum(1) + (x @ self.frozen.t()).sum(1) + (x @ self.one.t()).sum(1)
+        return y * self.gain * self.kernel.sum()
+
+
+def sharded(stage: int, **options: Any) -> tuple[Mixed, torch.optim.Optimizer]:
+    module = seeded(Mixed)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.1)
+    onefold.shard(module, optimizer, stage=stage, **options)
+    return module, optimizer
+
+
+def values(*shape: int) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+def without_grad(edit: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def edited(p: Tensor) -> None:
+        with torch.no_grad():
+            edit(p)
+
+    return edited
+
+
+def iadd(p: Tensor) -> None:
+    p += values(*p.shape)
+
+
+ELEMENTWISE: dict[str, Callable[[Any], Any]] = {
+    "copy_": lambda p: p.copy_(values(*p.shape)),
+    "copy_ of a row": lambda p: p.copy_(values(p.shape[-1])),
+    "copy_ of doubles": lambda p: p.copy_(values(*p.shape).double()),
+    "add_": lambda p: p.add_(values(*p.shape), alpha=0.5),
+    "augmented": iadd,
+    "mul_ by a row": lambda p: p.mul_(values(1, p.shape[-1])),
+    "lerp_": lambda p: p.lerp_(values(*p.shape), 0.25),
+    "lerp_ by a tensor": lambda p: p.lerp_(values(*p.shape), torch.tensor(0.25)),
+    "addcmul_": lambda p: p.addcmul_(values(*p.shape), values(*p.shape), value=0.5),
+    "clamp_": lambda p: p.clamp_(-0.5, 0.5),
+    "clamp_ to a tensor": lambda p: p.clamp_(max=values(*p.shape)),
+    "masked_fill_": lambda p: p.masked_fill_(values(*p.shape) > 0.5, 0.125),
+    "data": lambda p: p.data.copy_(values(*p.shape)),
+    "add to data": lambda p: p.data.add_(values(*p.shape)),
+    "a view": lambda p: p.view_as(values(*p.shape)).copy_(values(*p.shape)),
+}
+
+DRAWN: dict[str, Callable[[Any], Any]] = {
+    "normal_": lambda p: p.normal_(generator=generator()),
+    "uniform_ of data": lambda p: p.data.uniform_(2, 3, generator=generator()),
+    "noise": lambda p: p.add_(torch.zeros_like(p).normal_(generator=generator())),
+}
+
+INITIALISERS: dict[str, Callable[[Any], Any]] = {
+    "constant": lambda p: init.constant_(p, 0.5),
+    "ones": init.ones_,
+    "zeros": init.zeros_,
+    "uniform": lambda p: init.uniform_(p, 3.0, 4.0, generator=generator()),
+    "normal": lambda p: init.normal_(p, 5.0, 0.1, generator=generator()),
+    "trunc_normal": lambda p: init.trunc_normal_(p, std=0.1, generator=generator()),
+    "xavier_uniform": lambda p: init.xavier_uniform_(p, generator=generator()),
+    "xavier_normal": lambda p: init.xavier_normal_(p, generator=generator()),
+    "kaiming_uniform": lambda p: init.kaiming_uniform_(p, generator=generator()),
+    "kaiming_normal": lambda p: init.kaiming_normal_(p, generator=generator()),
+    "orthogonal": lambda p: init.orthogonal_(p, generator=generator()),
+    "eye": init.eye_,
+}
+
+EDITS = {
+    **{name: without_grad(edit) for name, edit in (ELEMENTWISE | DRAWN).items()},
+    **INITIALISERS,
+    **{f"{name} without grad": without_grad(edit) for name, edit in INITIALISERS.items()},
+}
+
+
+@rows
+def test_an_edit_of_a_parameter_is_that_of_one_process(world_size, stage):
+    plain = seeded(Mixed)
+    wanted: dict[tuple[str, str], Tensor] = {}
+    for edit in EDITS:
+        for name in ("many", "frozen", "one", "kernel"):
+            if edit.startswith("eye") and name == "kernel":
+                continue
+            EDITS[edit](getattr(plain, name))
+            wanted[edit, name] = getattr(plain, name).detach().clone()
+
+    def body(rank: int) -> None:
+        module, _ = sharded(stage)
+        for (edit, name), value in wanted.items():
+            EDITS[edit](getattr(module, name))
+            with torch.no_grad():
+                found = whole(getattr(module, name))
+            torch.testing.assert_close(found, value, msg=lambda m, at=(edit, name): f"{at}: {m}")
+        torch.testing.assert_close(module(X), plain(X))
+
+    run_ranks(world_size, body)
+
+
+PENALTIES: dict[str, Callable[[nn.Module], Tensor]] = {
+    "squares": lambda m: sum(p.pow(2).sum() for p in m.parameters()),
+    "norms": lambda m: torch.stack([p.norm() for p in m.parameters()]).sum(),
+    "of products": lambda m: (m.many.sum() * m.frozen.sum()).square(),
+    "of a frozen one": lambda m: m.gain * m.frozen.abs().sum(),
+}
+
+
+@rows
+def test_a_penalty_over_trained_and_frozen_parameters_has_the_gradient_of_one_process(
+    world_size, stage
+):
+    plain = seeded(Mixed)
+    for penalty in PENALTIES.values():
+        (plain(X).mean() + 0.1 * penalty(plain)).backward()
+
+    def body(rank: int) -> None:
+        module, _ = sharded(stage)
+        for penalty in PENALTIES.values():
+            (module(X).mean() + 0.1 * penalty(module)).backward()
+        assert module.frozen.grad is None
+        for (name, p), q in zip(module.named_parameters(), plain.parameters(), strict=True):
+            if p.requires_grad:
+                torch.testing.assert_close(
+                    whole(p.grad), q.grad, msg=lambda m, at=name: f"{at}: {m}"
+                )
+
+    run_ranks(world_size, body)
+
+
+AVERAGES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "add_": lambda a, p: a.mul_(0.5).add_(p, alpha=0.5),
+    "lerp_": lambda a, p: a.lerp_(p, 0.5),
+    "copy_": lambda a, p: a.copy_(p),
+    "data": lambda a, p: a.add_(p.data),
+    "detached": lambda a, p: a.add_(p.detach()),
+    "lists": lambda a, p: torch._foreach_add_([a], [p]),
+    "sum": lambda a, p: a + p,
+    "difference": lambda a, p: (p - a).square(),
+    "plain": lambda a, p: a + values(*p.shape),
+}
+
+
+@rows
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
+def test_a_copy_of_a_parameter_computes_with_it_with_and_without_gradients(world_size, stage, grad):
+    def taken(module: nn.Module) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for name in ("many", "frozen", "one"):
+            p = getattr(module, name)
+            copies = {"clone": p.detach().clone(), "zeros": torch.zeros_like(p)}
+            copies["deepcopy"] = copy.deepcopy(p.detach())
+            for kind, start in copies.items():
+                for use, average in AVERAGES.items():
+                    a = start.clone()
+                    with torch.set_grad_enabled(grad):
+                        result = average(a, p)
+                    shown = a if use in ("lists", "copy_") or result is a else result
+                    found[f"{name}, {kind}, {use}"] = whole(shown.detach())
+        return found
+
+    wanted = taken(seeded(Mixed))
+
+    def body(rank: int) -> None:
+        module, _ = sharded(stage)
+        for name, found in taken(module).items():
+            torch.testing.assert_close(found, wanted[name], msg=lambda m, at=name: f"{at}: {m}")
+
+    run_ranks(world_size, body)
+
+
+@rows
+def test_copies_between_models_are_those_of_one_process(world_size, stage):
+    """From plain to sharded, from sharded to plain, and between models of two stages."""
+
+    def body(rank: int) -> None:
+        source = seeded(Mixed, seed=1)
+        target, _ = sharded(stage)
+        other = onefold.shard(seeded(Mixed, seed=2), stage=3 - stage)
+        back = seeded(Mixed, seed=3)
+        chain = [source, target, other, back]
+        for before, after in pairwise(chain):
+            with torch.no_grad():
+                for p, q in zip(after.parameters(), before.parameters(), strict=True):
+                    p.copy_(q)
+        for (name, p), q in zip(back.named_parameters(), source.parameters(), strict=True):
+            assert torch.equal(p, q), name
+
+    run_ranks(world_size, body)
+
+
+@rows
+def test_a_hidden_state_made_of_a_weight_is_a_plain_tensor(world_size, stage):
+    def hidden(module: nn.Module) -> Tensor:
+        weight = next(module.parameters())
+        made = [
+            weight.new_zeros(1, 4, 3), weight.data.new_ones((1, 4, 3)),
+            weight.new_full((1, 4, 3), 2.0), weight.new_empty(1, 4, 3).zero_(),
+        ]  # fmt: skip
+        assert all(type(tensor) is Tensor for tensor in made)
+        return sum(made)
+
+    plain = seeded(nn.LSTM, 3, 3)
+    inputs = torch.ones(2, 4, 3)
+    state = hidden(plain)
+    wanted, _ = plain(inputs, (state, state))
+
+    def body(rank: int) -> None:
+        module = onefold.shard(seeded(nn.LSTM, 3, 3), stage=stage)
+        state = hidden(module)
+        found, _ = module(inputs, (state, state))
+        torch.testing.assert_close(found, wanted)
+        found.sum().backward()
+
+    run_ranks(world_size, body)
+
+
+@pytest.mark.parametrize(("world_size", "shares"), [(2, None), (2, (3, 1)), (3, (2, 0, 1))])
+def test_gradients_and_states_are_copied_and_pickled_with_even_and_uneven_shares(
+    world_size, shares
+):
+    def body(rank: int) -> None:
+        module, optimizer = sharded(3, shares=shares)
+        module(X).sum().backward()
+        optimizer.step()
+        for state in (module.state_dict(), optimizer.state_dict(), [module.many.grad]):
+            copied = copy.deepcopy(state)
+            for mine, other in zip(tensors(state), tensors(copied), strict=True):
+                assert torch.equal(whole(mine), whole(other))
+                mine.mul_(2) if mine is module.many.grad else None
+        assert not torch.equal(whole(module.many.grad), whole(copied[0]))
+
+    run_ranks(world_size, body)
+
+
+def tensors(state: Any) -> list[Tensor]:
+    if isinstance(state, Tensor):
+        return [state]
+    inside = state.values() if isinstance(state, dict) else state
+    return [t for part in inside if isinstance(part, dict | list | Tensor) for t in tensors(part)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_sharded_optimizers_state_warns_when_it_is_pickled_and_says_what_to_call(world_size):
+    def body(rank: int) -> None:
+        module, optimizer = sharded(3)
+        module(X).sum().backward()
+        optimizer.step()
+        torch.save(optimizer.state_dict(), io.BytesIO())
+
+    warn_of_shards.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(world_size, body)
+    texts = [str(warning.message) for warning in caught]
+    found = [text for text in texts if "this rank's rows" in text and "use onefold.save" in text]
+    assert bool(found) == (world_size > 1), texts
+
+
+class Oops(Exception):
+    pass
+
+
+def _raise(_: Tensor) -> None:
+    raise Oops
+
+
+class Failing(nn.Module):
+    """Two blocks; a backward can fail between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        if self.fails:
+            x.register_hook(_raise)
+        return self.blocks[1](x)
+
+
+@pytest.mark.parametrize("accumulates", [True, False])
+@rows
+def test_a_failed_backward_loses_the_sums_before_it_and_nothing_else(
+    world_size, stage, accumulates
+):
+    """One rule for all stages: what it may have torn is an error until it is cleared."""
+
+    def backward(module: nn.Module, x: Tensor, fails: bool = False) -> None:
+        module.fails = fails
+        if not fails:
+            module(x).sum().backward()
+            return
+        with pytest.raises(Oops):
+            module(x).sum().backward()
+
+    def body(rank: int) -> None:
+        module = seeded(Failing)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        onefold.shard(module, optimizer, stage=stage)
+        backward(module, X, fails=True)  # the first of a step: nothing is lost
+        module(X)
+        assert all(p.grad is None for p in module.parameters())
+        if accumulates:
+            with onefold.accumulate(module):
+                backward(module, X)
+        else:
+            backward(module, X)
+        backward(module, X, fails=True)
+        with pytest.raises(
+            onefold.StateError, match=r"the gradient of 'blocks[^$]*failed backward"
+        ):
+            optimizer.step()
+        for p in module.parameters():
+            with pytest.raises(onefold.StateError, match="failed backward"):
+                p.grad.norm()
+        optimizer.zero_grad()
+        backward(module, X)
+        plain = seeded(Failing)
+        backward(plain, X)
+        for p, q in zip(module.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(whole(p.grad), q.grad)
+        optimizer.step()
+
+    run_ranks(world_size, body)
+
+
+def test_the_first_forward_may_run_under_torch_func():
+    def losses(module: nn.Module) -> list[Tensor]:
+        batch = torch.arange(12.0).reshape(4, 3)
+        return [
+            torch.vmap(module)(batch.unsqueeze(1)).flatten(),
+            torch.func.grad(lambda x: module(x).sum())(batch),
+        ]
+
+    wanted = losses(seeded(Failing))
+
+    def body(rank: int) -> None:
+        for stage in (0, 1, 3):
+            found = losses(onefold.shard(seeded(Failing), stage=stage))
+            for mine, other in zip(found, wanted, strict=True):
+                torch.testing.assert_close(mine, other)
+
+    run_ranks(3, body)
+
+
+@rows
+def test_autograd_grad_has_this_ranks_gradients_of_whole_parameters(world_size, stage):
+    """As DDP: nobody averages them, and `.grad` stays as it was."""
+    plain = seeded(Failing)
+
+    def body(rank: int) -> None:
+        module = onefold.shard(seeded(Failing), stage=stage)
+        own = X[rank : rank + 1]
+        found = torch.autograd.grad(module(own).square().sum(), list(module.parameters()))
+        wanted = torch.autograd.grad(plain(own).square().sum(), list(plain.parameters()))
+        for mine, other in zip(found, wanted, strict=True):
+            assert not isinstance(mine, DTensor)
+            torch.testing.assert_close(mine, other)
+        assert all(p.grad is None for p in module.parameters())
+
+    run_ranks(world_size, body)
+
+
+REFUSED: dict[str, Callable[[Tensor], Any]] = {
+    "view": lambda p: p.view(-1),
+    "flatten": lambda p: p.flatten(),
+    "iteration": lambda p: list(p),
+    "unique": lambda p: p.unique(),
+    "tolist": lambda p: p.tolist(),
+}
+
+
+@pytest.mark.parametrize("read", REFUSED)
+def test_a_read_that_dtensor_refuses_on_uneven_rows_names_the_parameter(read):
+    def body(rank: int) -> None:
+        module, _ = sharded(3)
+        wanted = rf"the rows of parameter 'many' on rank {rank}[^$]*hint: [^$]*full_tensor"
+        with torch.no_grad(), pytest.raises(onefold.StateError, match=wanted):
+            REFUSED[read](module.many)
+        REFUSED[read](module.many.full_tensor())
+
+    run_ranks(3, body)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stage", "wanted"), [(2, 0, 1), (3, 1, 1), (2, 2, 3), (3, 3, 3)]
+)
+def test_hooks_run_whenever_a_mean_is_there_once_a_step_or_for_each_micro_batch(
+    world_size, stage, wanted
+):
+    def body(rank: int) -> None:
+        module, _ = sharded(stage)
+        calls: list[Tensor] = []
+        module.many.register_post_accumulate_grad_hook(calls.append)
+        for _ in range(2):
+            with onefold.accumulate(module):
+                module(X).sum().backward()
+        module(X).sum().backward()
+        assert len(calls) == wanted
+
+    run_ranks(world_size, body)
+
+
+class Normed(Failing):
+    def __init__(self) -> None:
+        super().__init__()
+        _normed(self)
+
+
+class Tied(Failing):
+    def __init__(self) -> None:
+        super().__init__()
+        _tied(self)
+
+
+def _normed(module: Failing) -> None:
+    nn.utils.parametrizations.spectral_norm(module.blocks[0])
+
+
+def _tied(module: Failing) -> None:
+    module.blocks[0].weight = module.blocks[1].weight
+
+
+@pytest.mark.parametrize(("kind", "change"), [(Normed, _normed), (Tied, _tied)])
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 1), (3, 3)])
+def test_a_module_is_normed_and_tied_before_it_is_sharded(kind, change, world_size, stage):
+    plain = seeded(kind).eval()
+    wanted = plain(X)
+
+    def body(rank: int) -> None:
+        before, after = seeded(kind).eval(), seeded(Failing)
+        onefold.shard(before, stage=stage)
+        torch.testing.assert_close(before(X), wanted)
+        onefold.shard(after, stage=stage)
+        with pytest.raises(RuntimeError, match=r"'blocks.0.weight'|sharding strategy"):
+            change(after)
+            after(X)
+
+    run_ranks(world_size, body)
