@@ -51,7 +51,9 @@ class Hands:
 
         A forward in a thread of its own has its driver do so: the group of ranks may belong to it.
         """
-        thread = current_forward() if actions else None
+        if not actions:
+            return
+        thread = current_forward()
         if in_transform():
             with temporarily_clear_interpreter_stack():  # else buffers would end with a transform
                 self._execute(actions)
