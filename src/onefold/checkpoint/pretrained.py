@@ -26,10 +26,11 @@ from onefold.checkpoint.agreement import (
     shape_mismatches,
     together,
 )
-from onefold.checkpoint.contents import config_of, is_note, is_offset, offset_in, offset_of
+from onefold.checkpoint.contents import config_of
 from onefold.checkpoint.directory import Draft
+from onefold.checkpoint.quantized import is_note, is_offset, offset_in, offset_of, refuse_coded
+from onefold.checkpoint.source import bytes_of
 from onefold.checkpoint.stages import ShardedModel, persistent_buffers
-from onefold.checkpoint.storage import bytes_of
 from onefold.engine.registry import engine_of, find_engine
 from onefold.errors import CheckpointError, StateError, listed
 from onefold.layout import packed
@@ -64,7 +65,8 @@ def write_pretrained(
     everyone = model.engine.context.everyone
 
     def prepare() -> str:
-        _refuse_coded(model)
+        hint = "save the module inside `with onefold.unsharded(module):`"
+        refuse_coded(model.parameters(), hint)
         draft = Draft(Path(os.path.abspath(directory)))
         model.wait_steps()
         if model.rank == 0:
@@ -180,18 +182,6 @@ def load_pretrained(module: nn.Module, directory: str | os.PathLike[str]) -> nn.
     values = together(everyone, prepare)
     together(everyone, lambda: _fill(model, values))
     return module
-
-
-def _refuse_coded(model: ShardedModel) -> None:
-    """Raise `CheckpointError` for frozen weights in a codec that other libraries do not read."""
-    for parameter in model.parameters():
-        if parameter.decoded is not None:
-            argument = "rest=" if parameter.decoded.is_multiplied else "Precision(frozen=)"
-            raise CheckpointError(
-                f"parameter {parameter.fqn!r} to be a plain tensor, or packed by bitsandbytes",
-                f"one that {argument} has coded",
-                hint="save the module inside `with onefold.unsharded(module):`, which decodes it",
-            )
 
 
 def _refuse_packed(module: nn.Module) -> None:
