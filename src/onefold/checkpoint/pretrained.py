@@ -255,7 +255,13 @@ class Pretrained:
         if is_offset(name):
             note = self._notes[name]
             length = self._files.shape(note)
-            out.fill_(offset_in(self._files.box(note, ((0,), length))))
+            try:
+                out.fill_(offset_in(self._files.box(note, ((0,), length))))
+            except (KeyError, TypeError, ValueError) as error:
+                got, hint = error, "download or save it again"
+                raise CheckpointError(
+                    f"{note!r} to be a note of bitsandbytes", got, hint=hint
+                ) from error
             return
         saved_name = self._names[name]
         if out.numel():
