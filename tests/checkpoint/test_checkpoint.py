@@ -830,6 +830,26 @@ def test_a_module_that_is_not_sharded_is_refused(tmp_path):
             act(tmp_path / "a", Model())
 
 
+def test_a_buffer_that_is_not_contiguous_comes_back_in_its_order(tmp_path):
+    def built(fill):
+        module = nn.Linear(3, 2)
+        module.register_buffer("turned", fill.t())
+        return onefold.shard(module)
+
+    def body(rank):
+        onefold.save(tmp_path / "a", built(torch.arange(12.0).view(3, 4)))
+        for loaded in (built(torch.zeros(3, 4)), onefold.shard(built_contiguous())):
+            onefold.load(tmp_path / "a", loaded)
+            assert torch.equal(loaded.turned, torch.arange(12.0).view(3, 4).t())
+
+    def built_contiguous():
+        module = nn.Linear(3, 2)
+        module.register_buffer("turned", torch.zeros(4, 3))
+        return module
+
+    run_ranks(2, body)
+
+
 # damage
 
 DAMAGES = {

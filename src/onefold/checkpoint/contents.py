@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_iter
 
-from onefold.checkpoint.source import (
+from onefold.checkpoint.archives import bytes_of
+from onefold.checkpoint.metadata import (
     COMPANION,
     GRAD,
     MASTER,
@@ -37,7 +38,6 @@ from onefold.checkpoint.source import (
     OPTIM,
     PARTIAL,
     RANK,
-    bytes_of,
 )
 from onefold.checkpoint.stages import RankNames, ShardedModel, join_names
 from onefold.checkpoint.unpickling import read_object
@@ -171,7 +171,15 @@ class Contents:
         states = [_state_of(model.without_copies() if is_stage else model) for model in models]
         state = _merged(states) if is_stage else states[0]
         check_readable(state)
-        own = {"extra": plain(extra), "random": random_states(first.engine), "buffers": {}}
+        own_extra = plain(extra)
+        if any(isinstance(value, DTensor) for value in tree_iter(own_extra)):
+            raise CheckpointError(
+                "extra to hold values of this rank alone",
+                "a shard of a tensor (DTensor)",
+                hint="averages of onefold.ema are saved with the module; full_tensor() makes a "
+                "plain tensor of another shard",
+            )
+        own = {"extra": own_extra, "random": random_states(first.engine), "buffers": {}}
         own["modules"] = [_rank_state(model) for model in models]
         check_readable((own,), "extra")  # a tuple is checked as one object
         state[RANK] = {str(first.rank): (own,)}  # and torch's planner takes it as one

@@ -19,7 +19,7 @@ from onefold.checkpoint.agreement import Damaged, collect, together
 from onefold.checkpoint.contents import restore_random_states
 from onefold.checkpoint.directory import Found, find
 from onefold.checkpoint.save import finish_pending
-from onefold.checkpoint.source import Source, open_source
+from onefold.checkpoint.source import Source, open_source, spread_ties
 from onefold.checkpoint.stages import Modules, Optimizers, ShardedModel, Stages
 from onefold.checkpoint.targets import Targets
 from onefold.errors import CheckpointError, Failure, is_agreed
@@ -114,7 +114,7 @@ def _load(loading: _Loading, checkpoint: Found) -> Any:
         models = [model.trainable() for model in models]
 
     def compare() -> tuple[Source, dict[str, Any], list[Targets]]:
-        source = open_source(checkpoint)
+        source = spread_ties(open_source(checkpoint))
         number = models[0].rank % source.saved_ranks
         of_rank = source.rank_state(number)
         states = of_rank.get("modules") or [{}]

@@ -14,11 +14,10 @@ import torch
 
 from onefold.checkpoint import safetensors
 from onefold.checkpoint.agreement import as_checkpoint_error, damage
+from onefold.checkpoint.archives import bytes_of, elements_of, strides_of
 from onefold.checkpoint.checked_files import BlockReader
 from onefold.checkpoint.directory import Draft, Found, find
-from onefold.checkpoint.pretrained import begin, write_small_files
-from onefold.checkpoint.quantized import is_offset, packed_among
-from onefold.checkpoint.source import (
+from onefold.checkpoint.metadata import (
     COMPANION,
     GRAD,
     MASTER,
@@ -28,13 +27,10 @@ from onefold.checkpoint.source import (
     Keys,
     Piece,
     SavedTensor,
-    Source,
-    bytes_of,
-    elements_of,
-    first_names,
-    open_source,
-    strides_of,
 )
+from onefold.checkpoint.pretrained import begin, write_small_files
+from onefold.checkpoint.quantized import is_offset, packed_among
+from onefold.checkpoint.source import Source, first_names, open_source
 from onefold.errors import CheckpointError
 from onefold.layout.cut import spans_of
 

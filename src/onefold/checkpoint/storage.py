@@ -30,7 +30,7 @@ from torch.utils.serialization import config
 from onefold.checkpoint.agreement import as_checkpoint_error
 from onefold.checkpoint.checked_files import BlockReader, BlockWriter, FileRecord
 from onefold.checkpoint.directory import METADATA
-from onefold.checkpoint.source import MARK
+from onefold.checkpoint.metadata import MARK
 from onefold.errors import CheckpointError, Failure, as_agreed
 from onefold.tier.host import no_garbage
 from onefold.wire.collectives import Group

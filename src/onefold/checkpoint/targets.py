@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
 from onefold.checkpoint.agreement import refuse_mismatches, shape_mismatches
-from onefold.checkpoint.source import (
+from onefold.checkpoint.metadata import (
     COMPANION,
     GRAD,
     MASTER,
@@ -22,8 +22,8 @@ from onefold.checkpoint.source import (
     RANK,
     Keys,
     SavedTensor,
-    Source,
 )
+from onefold.checkpoint.source import Source
 from onefold.checkpoint.stages import ShardedModel
 from onefold.engine.joining import bind
 from onefold.engine.optimizer import OptimizerBinding

@@ -27,8 +27,9 @@ from torch.optim import Optimizer
 from onefold.checkpoint.agreement import first
 from onefold.checkpoint.directory import find
 from onefold.checkpoint.load import load
+from onefold.checkpoint.metadata import MODEL
 from onefold.checkpoint.save import save
-from onefold.checkpoint.source import MODEL, open_source
+from onefold.checkpoint.source import open_source
 from onefold.engine.registry import engine_of
 from onefold.errors import CheckpointError
 

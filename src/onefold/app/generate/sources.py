@@ -149,10 +149,10 @@ def _of_config(path: Path, *, has_values: bool) -> nn.Module:
                 AutoModelForSeq2SeqLM,
                 GenerationConfig,
             )
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         with nullcontext() if has_values else torch.device("meta"):
-            module = kind.from_config(config)
+            module = kind.from_config(config, trust_remote_code=False)
         if (path.parent / "generation_config.json").exists():
             given = GenerationConfig.from_pretrained(path.parent, local_files_only=True)
             module.generation_config = given
@@ -195,7 +195,7 @@ def tokenizer_of(source: Source) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         hint = "without tokenizer files, bytes are the tokens"
         wanted = f"a tokenizer that loads in {str(folder)!r}"
