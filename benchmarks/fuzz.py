@@ -65,6 +65,8 @@ def readers(folder: Path) -> dict[str, tuple[bytes, Read]]:
     onefold.save(folder / "run", module, optimizer, extra={"step": 1, "names": ["a", "b"]})
     onefold.save_pretrained(module, folder / "weights")
     source = open_source(find(folder / "run")[0])
+    good = source.manifest
+    assert good is not None, "onefold.save writes one"
     piece = source.tensors["model.0.weight"].pieces[0]
     data = (folder / "run" / piece.place.file).read_bytes()
     own = source.objects["rank.0"]
@@ -96,9 +98,7 @@ def readers(folder: Path) -> dict[str, tuple[bytes, Read]]:
             path = loaded[name]
             (path / name).write_bytes(data)
             files = {**source.files, name: record}
-            (path / "manifest.json").write_bytes(
-                replace(source.found.manifest, files=files).encode()
-            )
+            (path / "manifest.json").write_bytes(replace(good, files=files).encode())
             return onefold.load(path, module, optimizer)
 
         return load
@@ -173,21 +173,20 @@ def late(*_: object) -> None:
 
 def with_atheris(name: str, arguments: list[str], read: Read) -> None:
     """Let libFuzzer find inputs; it ends the process at the first that goes wrong."""
-    import atheris
+    import atheris  # pyright: ignore[reportMissingModuleSource]
 
     def one(data: bytes) -> None:
         end = attempt(read, data)
         if end not in ("accepted", "refused"):
             raise AssertionError(f"{name}: {end}")
 
-    atheris.instrument_all()
     atheris.Setup([sys.argv[0], *arguments], one)
     atheris.Fuzz()
 
 
 def main() -> int:
     """Fuzz until the time is over; exit 1 if an input went wrong."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, default=Path("fuzzed"))

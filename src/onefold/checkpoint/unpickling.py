@@ -13,7 +13,7 @@ import zipfile
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -54,9 +54,13 @@ class _Reference:
         return Built(self.name, arguments)
 
 
-class _Machine(pickle._Unpickler):
+_Python: Any = pickle._Unpickler  # in Python: its memory is what it reads
+_CODES = [getattr(pickle, name)[0] for name in _OPCODES.split()]
+
+
+class _Machine(_Python):  # type: ignore[misc]
     def __init__(self, data: bytes, allowed: Container[str]) -> None:
-        super().__init__(io.BytesIO(data), encoding="utf-8")  # type: ignore[call-arg]
+        super().__init__(io.BytesIO(data))
         self._allowed = allowed
 
     def find_class(self, module: str, name: str) -> Any:
@@ -93,10 +97,8 @@ class _Machine(pickle._Unpickler):
         _check_keys(items)
         self.stack[-1].update(items)
 
-    dispatch = {
-        getattr(pickle, name)[0]: pickle._Unpickler.dispatch[getattr(pickle, name)[0]]
-        for name in _OPCODES.split()
-    } | {
+    dispatch: ClassVar[dict[int, Any]] = {
+        **{code: _Python.dispatch[code] for code in _CODES},
         pickle.NEWOBJ[0]: load_newobj,
         pickle.SETITEM[0]: load_setitem,
         pickle.SETITEMS[0]: load_setitems,

@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     if arguments.json:
         print(json.dumps({"port": port}), flush=True)
     else:
-        print(f"islands meet at port {port} of {host}", flush=True)
+        print(f"islands meet at {host}, port {port}", flush=True)
     threading.Event().wait()
     del store
     return 0
