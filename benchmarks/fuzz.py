@@ -24,10 +24,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import FunctionType
 
 import torch
 
 import onefold
+from onefold.checkpoint import archives, directory, metadata, safetensors, unpickling
 from onefold.checkpoint.archives import elements_of
 from onefold.checkpoint.checked_files import BLOCK_NBYTES, FileRecord
 from onefold.checkpoint.directory import METADATA, find, read_manifest
@@ -171,8 +173,8 @@ def late(*_: object) -> None:
     raise TimeoutError(f"longer than {LIMIT_S} s")
 
 
-def with_atheris(name: str, arguments: list[str], read: Read) -> None:
-    """Let libFuzzer find inputs; it ends the process at the first that goes wrong."""
+def with_atheris(name: str, arguments: list[str], good: bytes, read: Read) -> None:
+    """Let libFuzzer find inputs from a good one; it ends the process at the first that is wrong."""
     import atheris  # pyright: ignore[reportMissingModuleSource]
 
     def one(data: bytes) -> None:
@@ -180,8 +182,14 @@ def with_atheris(name: str, arguments: list[str], read: Read) -> None:
         if end not in ("accepted", "refused"):
             raise AssertionError(f"{name}: {end}")
 
-    atheris.Setup([sys.argv[0], *arguments], one)
-    atheris.Fuzz()
+    for module in (unpickling, metadata, archives, directory, safetensors):
+        for value in vars(module).values():
+            if isinstance(value, FunctionType) and value.__module__ == module.__name__:
+                atheris.instrument_func(value)
+    with TemporaryDirectory() as corpus:
+        Path(corpus, "good").write_bytes(good)
+        atheris.Setup([sys.argv[0], *arguments, corpus], one)
+        atheris.Fuzz()
 
 
 def main() -> int:
@@ -199,7 +207,7 @@ def main() -> int:
         known = readers(Path(folder))
         resource.setrlimit(resource.RLIMIT_AS, (LIMIT_NBYTES, LIMIT_NBYTES))
         if arguments.atheris:
-            with_atheris(arguments.atheris, others, known[arguments.atheris][1])
+            with_atheris(arguments.atheris, others, *known[arguments.atheris])
         draw, ends, start = (
             random.Random(arguments.seed),
             Counter[tuple[str, str]](),
