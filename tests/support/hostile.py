@@ -201,6 +201,8 @@ pickle_case("deep lists", lambda f: b"\x80\x04" + b"]" * 200_000 + b"a" * 199_99
 pickle_case("deep tuples", lambda f: b"\x80\x04)" + b"\x85" * 200_000 + b".")
 pickle_case("huge memo", lambda f: b"\x80\x04Nr\xff\xff\xff\xff0N.")
 pickle_case("huge bytes", lambda f: b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b".")
+pickle_case("huge bytearray", lambda f: b"\x80\x05\x96" + struct.pack("<Q", 1 << 40) + b".")
+pickle_case("large bytearray", lambda f: b"\x80\x05\x96" + struct.pack("<Q", 1 << 31) + b".")
 pickle_case("huge frame", lambda f: b"\x80\x04\x95" + struct.pack("<Q", 1 << 60) + b"N.")
 _TWICE = b"\x94h%c\x86"  # memoize, get it, make a tuple of both
 pickle_case(
@@ -334,6 +336,17 @@ archive_case(
 )  # fmt: skip
 archive_case("extra zeros", OWN, lambda data: bytes(1000))
 archive_case("extra packed", OWN, lambda data: _zip(b"0" * 10_000_000, zipfile.ZIP_DEFLATED))
+archive_case(
+    "extra of lists in lists", OWN,
+    lambda data: _zip(b"\x80\x02" + b"]" * 50_000 + b"a" * 49_999 + b"."),
+)  # fmt: skip
+_LIST_OF_TWO = b"]q%c(h%ch%ce"  # a new list, memoized, of the one before twice
+archive_case(
+    "extra of lists twice in lists", OWN,
+    lambda data: _zip(
+        b"\x80\x02]q\0" + b"".join(_LIST_OF_TWO % (i, i - 1, i - 1) for i in range(1, 60)) + b"."
+    ),
+)  # fmt: skip
 archive_case("extra of many bytes", OWN, lambda data: _object(({"extra": _Bytes()},)))
 archive_case("extra cut", OWN, lambda data: data[:-40])
 archive_case("lr text", "optim.param_groups.0.params", lambda data: _object("x"))

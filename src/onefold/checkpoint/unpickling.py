@@ -21,7 +21,7 @@ from onefold.errors import CheckpointError
 
 _OPCODES = (
     "PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT "
-    "SHORT_BINUNICODE BINUNICODE BINUNICODE8 SHORT_BINBYTES BINBYTES BINBYTES8 BYTEARRAY8 "
+    "SHORT_BINUNICODE BINUNICODE BINUNICODE8 SHORT_BINBYTES BINBYTES BINBYTES8 "
     "EMPTY_TUPLE TUPLE1 TUPLE2 TUPLE3 TUPLE EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM SETITEMS "
     "EMPTY_SET ADDITEMS GLOBAL STACK_GLOBAL MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET "
     "NEWOBJ REDUCE BUILD BINPERSID"
@@ -59,7 +59,7 @@ _CODES = [getattr(pickle, name)[0] for name in _OPCODES.split()]
 
 
 class _Machine(_Python):  # type: ignore[misc]
-    def __init__(self, data: bytes, allowed: Container[str]) -> None:
+    def __init__(self, data: bytes, allowed: Container[str] | None) -> None:
         super().__init__(io.BytesIO(data))
         self._allowed = allowed
 
@@ -67,7 +67,7 @@ class _Machine(_Python):  # type: ignore[misc]
         dtype = getattr(torch, name, None) if module == "torch" else None
         if isinstance(dtype, torch.dtype):
             return dtype
-        if f"{module}.{name}" not in self._allowed:
+        if self._allowed is not None and f"{module}.{name}" not in self._allowed:
             raise CheckpointError(
                 "a checkpoint of names, shapes and places",
                 f"a reference to {module}.{name}, which loading does not call",
@@ -113,8 +113,8 @@ def _check_keys(keys: Iterable[Any]) -> None:
             raise ValueError("a key of tuples")
 
 
-def read_pickle(data: bytes, allowed: Container[str], what: str) -> Any:
-    """Read the pickle at the start of `data`, which may name `allowed` classes and functions.
+def read_pickle(data: bytes, allowed: Container[str] | None, what: str) -> Any:
+    """Read the pickle at the start of `data`, which may name `allowed` classes; None: any.
 
     Raises `CheckpointError`: another name, or other bytes than those of `what`, a pickle.
     """
@@ -132,13 +132,6 @@ def as_damage(error: Exception, what: str) -> CheckpointError:
     return CheckpointError(what, got, hint="it is damaged, or this is no checkpoint")
 
 
-class _AnyName:
-    """Names that `torch.load` looks at itself; none that makes memory from a number."""
-
-    def __contains__(self, name: object) -> bool:
-        return name not in {"torch._utils._rebuild_qtensor"}
-
-
 def read_object(data: bytes, name: str) -> Any:
     """Read an object that `torch.save` wrote: tensors, numbers, strings and containers."""
     what = f"{name!r} to hold tensors, numbers, strings and containers of them"
@@ -151,7 +144,7 @@ def read_object(data: bytes, name: str) -> Any:
                 raise ValueError("records that overlap")
             header = archive.getinfo("archive/data.pkl").header_offset
         lengths = struct.unpack_from("<HH", data, header + 26)  # of the record's name and padding
-        _check_calls(read_pickle(data[header + 30 + sum(lengths) :], _AnyName(), what))
+        _check_calls(read_pickle(data[header + 30 + sum(lengths) :], None, what), 16 * len(data))
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except CheckpointError:
         raise
@@ -163,20 +156,31 @@ def read_object(data: bytes, name: str) -> Any:
         raise as_damage(error, what) from error
 
 
-def _check_calls(value: Any) -> None:
-    """Raise `ValueError` for a `bytearray` of a number: memory without bytes of a file."""
-    queue, known = [value], set[int]()
+_MOST_DEPTH = 100
+_FROM_NUMBERS = {"builtins.bytearray", "torch._utils._rebuild_qtensor"}
+
+
+def _check_calls(value: Any, most: int) -> None:
+    """Raise `ValueError` for what takes memory or time without bytes of a file.
+
+    These are a call that makes memory of a number, lists in lists without end, and more than `most`
+    values, which lists that hold another twice, and that one another, soon are. `torch.load`
+    refuses other calls of code itself.
+    """
+    queue = [(value, 0)]
     while queue:
-        part = queue.pop()
-        if id(part) in known:
-            continue
-        known.add(id(part))
+        part, depth = queue.pop()
+        most -= 1
+        if most < 0 or depth > _MOST_DEPTH:
+            raise ValueError("values in values without end")
+        inside: Iterable[Any] = ()
         if isinstance(part, Built):
-            is_bytes = part.kind == "builtins.bytearray"
-            if is_bytes and any(isinstance(argument, int) for argument in part.arguments):
-                raise ValueError("a bytearray of a length")
-            queue += [part.arguments, part.state]
+            is_counted = any(isinstance(argument, int) for argument in part.arguments)
+            if is_counted and part.kind in _FROM_NUMBERS:
+                raise ValueError(f"a {part.kind} of a length")
+            inside = (part.arguments, part.state)
         elif isinstance(part, dict):
-            queue += chain(part.keys(), part.values())
+            inside = chain(part.keys(), part.values())
         elif isinstance(part, list | tuple | set):
-            queue += part
+            inside = part
+        queue += [(item, depth + 1) for item in inside]
