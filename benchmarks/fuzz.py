@@ -22,9 +22,11 @@ import zlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FunctionType
+from typing import Any
 
 import torch
 
@@ -175,7 +177,7 @@ def late(*_: object) -> None:
 
 def with_atheris(name: str, arguments: list[str], good: bytes, read: Read) -> None:
     """Let libFuzzer find inputs from a good one; it ends the process at the first that is wrong."""
-    import atheris  # pyright: ignore[reportMissingModuleSource]
+    atheris: Any = import_module("atheris")
 
     def one(data: bytes) -> None:
         end = attempt(read, data)
