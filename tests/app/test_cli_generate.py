@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -301,6 +302,17 @@ def broken_folder(tmp_path: Path, llama: Path, kind: str) -> str:
         (folder / "model.safetensors").write_bytes(weights)
     elif kind == "no config":
         (folder / "model.safetensors").write_bytes(weights)
+    elif kind != "empty":
+        (folder / "model.safetensors").write_bytes(weights)
+        changes = {
+            "layers without end": {"num_hidden_layers": 10**9},
+            "code of its own": {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}},
+        }
+        text = json.dumps(config | changes.get(kind, {}))
+        (folder / "config.json").write_text("[" * 100_000 if kind == "deep config" else text)
+        (folder / "own.py").write_text("raise SystemExit('code was run')")
+        if kind == "pipe":
+            os.mkfifo(folder / "tokenizer.json")
     return str(folder)
 
 
@@ -311,6 +323,10 @@ def broken_folder(tmp_path: Path, llama: Path, kind: str) -> str:
     ("cut", 1, "safetensors"),
     ("no model type", 2, "model_type"),
     ("no config", 2, "a config.json beside the weights"),
+    ("layers without end", 1, "a config.json of at most"),
+    ("code of its own", 2, "to describe a language model"),
+    ("deep config", 2, "a readable Hugging Face config.json"),
+    ("pipe", 1, "regular files"),
 ])  # fmt: skip
 def test_a_folder_that_cannot_work_is_an_error_that_names_it(
     kind, code, message, llama, tmp_path, capsys

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 
 import onefold
-from onefold.checkpoint.contents import TIE
 from onefold.checkpoint.offline import inspect
+from onefold.checkpoint.stages import TIE
 from onefold.errors import CheckpointError
 from onefold.planner.models.gpt import GPT, GPTStage
 from tests.support.composed import LR, Named, batch, check_bits, gpt, loss_of, of_all, state_of

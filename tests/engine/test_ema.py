@@ -235,6 +235,75 @@ def test_save_and_load_keep_it_at_any_number_of_ranks_and_stage(stage, tmp_path)
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+SHARES = {1: None, 2: [3, 1], 3: [1, 0, 2]}
+
+
+@pytest.mark.parametrize("saving", [2, 3])
+def test_save_and_load_keep_it_over_uneven_shares(saving, tmp_path):
+    def started(seed=0):
+        module = seeded(Model, seed=seed)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        onefold.shard(module, optimizer, stage=3, shares=SHARES[torch.distributed.get_world_size()])
+        return module, optimizer, onefold.ema(module, decay=DECAY)
+
+    def save(rank):
+        module, optimizer, average = started()
+        for batch in token_batches(2):
+            step(module, optimizer, batch)
+            average.update()
+        onefold.save(tmp_path / "run", module, optimizer)
+        return averages(average)
+
+    def load(rank):
+        module, optimizer, average = started(seed=7)
+        onefold.load(tmp_path / "run", module, optimizer)
+        assert average.num_updates == 2
+        return averages(average)
+
+    wanted = run_ranks(saving, save)[0]
+    for world_size in (1, 2, 3):
+        found = run_ranks(world_size, load)[0]
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_extra_holds_no_shards_as_they_would_not_reshard(tmp_path):
+    def body(rank):
+        module, average = averaged()
+        with pytest.raises(onefold.CheckpointError, match=r"averages of onefold\.ema"):
+            onefold.save(tmp_path / "run", module, extra={"ema": average})
+        assert not (tmp_path / "run").exists()
+
+    run_ranks(2, body)
+
+
+class Complex(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.phase = torch.nn.Parameter(torch.full((3, 2), 1 + 1j, dtype=torch.cfloat))
+        self.scale = torch.nn.Parameter(torch.ones(2, 2))
+
+    def forward(self, x):
+        return (x.to(torch.cfloat) @ self.phase.mT).abs() + (x @ self.scale).sum(-1, keepdim=True)
+
+
+@worlds
+def test_complex_parameters_average(world_size):
+    def body(rank):
+        module = Complex()
+        onefold.shard(module, torch.optim.SGD(module.parameters()), stage=3)
+        average = onefold.ema(module, decay=DECAY)
+        average.update()
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(2)
+        average.update()
+        return averages(average)
+
+    for found in run_ranks(world_size, body):
+        torch.testing.assert_close(found["scale"], torch.full((2, 2), 1.1))
+        torch.testing.assert_close(found["phase"], torch.full((3, 2), 1.1 + 1.1j))
+
+
 def test_load_warns_of_an_average_that_no_ema_of_the_module_takes(tmp_path):
     module, average = averaged()
     onefold.save(tmp_path / "run", module)

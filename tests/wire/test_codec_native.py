@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from onefold.errors import WireError
 from onefold.wire import codec as codecs
 from onefold.wire.codec import codec_of, encode_with_feedback
 from onefold.wire.kernels import compiling
 from onefold.wire.kernels.library import opened
-from onefold.wire.native import CodecKernel
+from onefold.wire.native import CodecKernel, Parts
 
 WORDS = ["int8", "int4", "int8+h", "int4+h"]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -159,3 +160,21 @@ def test_other_dtypes_are_torchs(compiled, word, dtype, monkeypatch):
     codec.decode(messages[0], out)
     codec.decode(messages[0], wide)
     assert torch.equal(out, wide.to(dtype))
+
+
+@pytest.mark.parametrize("word", ["int8", "int4"])
+def test_every_loop_refuses_a_message_that_does_not_fit_and_writes_nothing(compiled, word):
+    """Groups longer than a loop's buffer, or of no elements; scales or bytes that are too few."""
+    values, nbytes = torch.ones(1000), 1000 if word == "int8" else 500
+    sizes = [(8192, 1, nbytes), (0, 8, nbytes), (-32, 8, nbytes), (100, 10, nbytes)]
+    sizes += [(128, 7, nbytes), (128, 8, nbytes - 1)]
+    for kernel in compiled:
+        for group, num_scales, num_bytes in sizes:
+            scales = torch.zeros(num_scales, dtype=torch.bfloat16)
+            payload = torch.zeros(num_bytes, dtype=torch.uint8)
+            parts = Parts(word, group, False, scales, payload)
+            for call in (kernel.encode, lambda v, p, k=kernel: k.decode(p, v, adds=False)):
+                with pytest.raises(WireError, match=f"groups of {group}"):
+                    call(values, parts)
+            assert not payload.any()
+            assert torch.equal(values, torch.ones(1000))

@@ -13,7 +13,7 @@ from torch import nn
 
 import onefold
 from onefold.checkpoint import contents, save, targets
-from onefold.checkpoint.storage import ReadPlanner, WritePlanner
+from onefold.checkpoint.storage import WritePlanner
 from onefold.engine.registry import engine_of
 from onefold.errors import CheckpointError, ConfigError, OnefoldError, TierError, WireError
 from onefold.mixed import reshare
@@ -158,12 +158,12 @@ class Torn:
 
 
 STRETCHES = {
-    "save: collect": (save, "collect_state", MemoryError),
+    "save: collect": (contents.Contents, "of", MemoryError),
     "save: facts": (contents, "own_nbytes", ValueError),
     "save: planner": (WritePlanner, "create_local_plan", OSError),
     "save: files": (save.RankFiles, "finish", KeyboardInterrupt),
-    "load: planner": (ReadPlanner, "create_local_plan", RuntimeError),
-    "load: names": (targets.Targets, "compare", KeyboardInterrupt),
+    "load: files": (targets.Targets, "read", RuntimeError),
+    "load: names": (targets.Targets, "_compare_groups", KeyboardInterrupt),
     "load: finish": (targets.Targets, "finish", MemoryError),
     "reshare: shares": (reshare, "weights_of", TypeError),
     "reshare: notes": (reshare._Ready, "notes", KeyboardInterrupt),

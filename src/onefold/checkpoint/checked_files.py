@@ -6,8 +6,10 @@ that part alone.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
+import stat
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -28,7 +30,10 @@ CACHED_BLOCKS = 2
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """A file's size, and the CRC-32 of each of its blocks as 8 hex digits, one after the other."""
+    """A file's size, and the CRC-32 of each of its blocks as 8 hex digits, one after the other.
+
+    `blocks` is empty where nobody recorded any: then nothing is verified.
+    """
 
     nbytes: int
     blocks: str
@@ -124,11 +129,11 @@ class BlockReader:
         self.nbytes = record.nbytes
         self._path = path
         self._record = record
-        self._fd = os.open(path, os.O_RDONLY)
+        self._fd = open_regular(path)
         self._verified_blocks: OrderedDict[int, memoryview] = OrderedDict()  # the last ones read
         chunks = _chunks_of(announced)
         # reads ahead through a descriptor of its own: O_DIRECT is a descriptor's flag
-        self._ahead = ReadAhead(os.open(path, os.O_RDONLY), chunks) if len(chunks) > 1 else None
+        self._ahead = ReadAhead(open_regular(path), chunks) if len(chunks) > 1 else None
 
     def __enter__(self) -> BlockReader:
         return self
@@ -173,7 +178,8 @@ class BlockReader:
         except OSError as error:
             got = f"{type(error).__name__}: {error.strerror}"
             raise damage(f"{_in_checkpoint(self._path)} to be readable", got) from error
-        if f"{zlib.crc32(block):08x}" != self._record.blocks[8 * index : 8 * index + 8]:
+        wanted = self._record.blocks[8 * index : 8 * index + 8]
+        if self._record.blocks and f"{zlib.crc32(block):08x}" != wanted:
             start = index * BLOCK_NBYTES
             got = f"other bytes between {start} and {start + len(block)}"
             raise damage(f"{_in_checkpoint(self._path)} as it was saved", got)
@@ -214,13 +220,29 @@ def _chunks_of(ranges: Iterable[tuple[int, int]]) -> list[int]:
     return chunks
 
 
+def nbytes_of(path: Path) -> int:
+    """Return a file's size. Raises `OSError` for a folder, a pipe or a device."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return status.st_size
+
+
+def open_regular(path: Path) -> int:
+    """Open a file to read it. Raises `OSError`, and does not wait, where it is none."""
+    nbytes_of(path)
+    return os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+
+
 def check_size(path: Path, record: FileRecord) -> None:
     """Raise `Damaged` unless the file exists and has as many bytes as were saved."""
     what = f"{_in_checkpoint(path)} to have {record.nbytes} bytes"
     try:
-        nbytes = path.stat().st_size
+        nbytes = nbytes_of(path)
     except FileNotFoundError:
         raise damage(what, "no such file") from None
+    except OSError as error:
+        raise damage(what, error.strerror) from error
     if nbytes != record.nbytes:
         raise damage(what, f"{nbytes} bytes")
 

@@ -20,52 +20,30 @@ import json
 import random
 import sys
 import zlib
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_iter
 
-from onefold.checkpoint.storage import bytes_of, read_object
+from onefold.checkpoint.archives import bytes_of
+from onefold.checkpoint.metadata import (
+    COMPANION,
+    GRAD,
+    MASTER,
+    MODEL,
+    OPTIM,
+    PARTIAL,
+    RANK,
+)
+from onefold.checkpoint.stages import RankNames, ShardedModel, join_names
+from onefold.checkpoint.unpickling import read_object
 from onefold.engine.engine import Engine
+from onefold.engine.optimizer_state import common_state
 from onefold.errors import CheckpointError
-from onefold.unit.parameter import UnitParameter
-
-MODEL, MASTER, OPTIM, RANK = "model", "master", "optim", "rank"
-GRAD, PARTIAL, COMPANION = "grad", "partial", "companion"
-EXTRA_STATE = "_extra_state"
-
-TIE = "_onefold_tie"
-"""The attribute of a sharded parameter that several stages of a pipeline hold: a `TiedCopy`."""
-
-
-@dataclass(frozen=True, slots=True)
-class TiedCopy:
-    """One copy of a weight that stages share. `key`: the same for all copies."""
-
-    key: str
-    is_copy: bool  # False: the first one
-
-
-def path_of(name: str, note: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the nested keys of a name: the note of torch's planner, or else read from the name.
-
-    ("optim", "state", FQN, KEY ...) and ("optim", "param_groups", INDEX, KEY ...) have four or
-    more. The index stays a string where it is no number.
-    """
-    state, groups = f"{OPTIM}.state.", f"{OPTIM}.param_groups."
-    if len(note) < 4 and name.startswith(state):
-        fqn, _, key = name.removeprefix(state).rpartition(".")
-        return (OPTIM, "state", fqn, key)
-    if len(note) < 4 and name.startswith(groups):
-        index, _, key = name.removeprefix(groups).partition(".")
-        return (OPTIM, "param_groups", int(index) if index.isdecimal() else index, key)
-    return tuple(note) or (name,)
 
 
 def own_nbytes(state: object) -> int:
@@ -113,8 +91,7 @@ def check_readable(state: object, name: str = "") -> None:
             f"{type(error).__name__}: {error}",
             hint="pass tensors, numbers, strings, lists, dicts, or objects with state_dict()",
         ) from error
-    written.seek(0)
-    read_object(written, name)
+    read_object(written.getvalue(), name)
 
 
 def plain(value: object) -> Any:
@@ -155,128 +132,182 @@ def restore_random_states(engine: Engine, states: dict[str, Any]) -> None:
         numpy.random.set_state(tuple(states["numpy"]))
 
 
-OFFSET = ".nested_offset"
-NOTE = ".quant_state.bitsandbytes__"
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """The facts of one rank that all ranks compare before anything is written."""
 
-
-def is_offset(name: str) -> bool:
-    """True for a table that the format keeps inside a note."""
-    return name.endswith(OFFSET)
-
-
-def is_note(name: str) -> bool:
-    """True for a note that says how a 4-bit weight is packed."""
-    return NOTE in name
-
-
-def offset_of(note: str) -> str:
-    """Return the name of the table that a note has inside."""
-    return note.partition(NOTE)[0] + OFFSET
-
-
-def packed_among(names: Iterable[str]) -> set[str]:
-    """Return the names of packed weights, tables and notes in a state dict: they are never cast."""
-    known = set(names)
-    weights = {name.partition(NOTE)[0] for name in known if is_note(name)}
-    weights |= {
-        f"{prefix}{key}"
-        for name in known
-        for prefix, word, rest in [name.rpartition("weight_format")]
-        if word and not rest
-        for key in ("weight", "SCB")
-    }
-    return {n for n in known if n in weights or is_note(n) or n.rpartition(".")[0] in weights}
-
-
-def notes_of(parameters: Iterable[UnitParameter]) -> dict[str, Tensor]:
-    """Return the notes of packed weights, by name."""
-    notes: dict[str, Tensor] = {}
-    for parameter in parameters:
-        if not parameter.spec.is_packed or parameter.is_table:
-            continue
-        state = vars(parameter.sharded).get("quant_state")
-        if state is None:
-            prefix = parameter.fqn.rpartition(".")[0]
-            notes[f"{prefix}.weight_format".lstrip(".")] = torch.tensor(0, dtype=torch.uint8)
-            continue
-        values = state.as_dict(packed=True)
-        notes |= {
-            f"{parameter.fqn}.{key}": value
-            for key, value in values.items()
-            if key.startswith("quant_state.")
-        }
-    return notes
-
-
-def offset_in(note: Tensor) -> float:
-    """Return the `nested_offset` of a note [bytes]."""
-    return float(json.loads(bytes(note.tolist()))["nested_offset"])
+    choices: tuple[object, ...]  # path, wait, keep
+    save_id: str
+    buffers: dict[str, int]  # checksums
+    nbytes: int
+    groups: list[dict[str, Any]]  # of the parts of one optimizer, where stages have parts
+    names: RankNames
 
 
 @dataclass(frozen=True, slots=True)
-class RankNames:
-    """The other names of weights on one rank: inside its modules, and over stages."""
+class Contents:
+    """All that this rank saves: views of its tensors, nested as torch's planner takes them.
 
-    aliases: dict[str, str]
-    copies: dict[str, TiedCopy]
-
-
-def join_names(of_ranks: Iterable[RankNames]) -> dict[str, str]:
-    """Return the other names of all weights, each with the name under which it is saved."""
-    ranks = list(of_ranks)
-    first = {
-        tie.key: name for rank in ranks for name, tie in rank.copies.items() if not tie.is_copy
-    }
-    names = {
-        name: first[tie.key]
-        for rank in ranks
-        for name, tie in rank.copies.items()
-        if tie.key in first and name != first[tie.key]
-    }
-    for rank in ranks:
-        names |= {alias: names.get(name, name) for alias, name in rank.aliases.items()}
-    return names
-
-
-def first_names(metadata: Metadata) -> dict[str, str]:
-    """Return, for each name, the first one of the same bytes: its own if it has its own bytes."""
-    by_place: dict[tuple[str, int], str] = {}
-    return {
-        index.fqn: by_place.setdefault((info.relative_path, info.offset), index.fqn)
-        for index, info in metadata.storage_data.items()
-    }
-
-
-def spread_ties(metadata: Metadata) -> dict[str, str]:
-    """Give each name of a weight its master and optimizer state, so that any of them can be loaded.
-
-    Changes `metadata`, which was read. Returns the other names, each with the first one.
+    `aliases`: other names of tied weights on all ranks, each with the one that is saved.
     """
-    prefix = f"{MODEL}."
-    others = {
-        alias.removeprefix(prefix): name.removeprefix(prefix)
-        for alias, name in first_names(metadata).items()
-        if alias != name and alias.startswith(prefix) and name.startswith(prefix)
+
+    state: dict[str, Any]
+    buffers: dict[str, Tensor]
+    names: RankNames
+    aliases: dict[str, str] = field(default_factory=dict)
+
+    @staticmethod
+    def of(models: Sequence[ShardedModel], extra: Any) -> Contents:
+        """Collect the state of all modules of this rank as that of one, and `extra`.
+
+        Raises `CheckpointError` for values that no load could read.
+        """
+        names = RankNames(
+            {alias: name for model in models for alias, name in model.aliases().items()},
+            {name: tie for model in models for name, tie in model.ties().items()},
+        )
+        first = models[0]
+        is_stage = first.number is not None
+        states = [_state_of(model.without_copies() if is_stage else model) for model in models]
+        state = _merged(states) if is_stage else states[0]
+        check_readable(state)
+        own_extra = plain(extra)
+        if any(isinstance(value, DTensor) for value in tree_iter(own_extra)):
+            raise CheckpointError(
+                "extra to hold values of this rank alone",
+                "a shard of a tensor (DTensor)",
+                hint="averages of onefold.ema are saved with the module; full_tensor() makes a "
+                "plain tensor of another shard",
+            )
+        own = {"extra": own_extra, "random": random_states(first.engine), "buffers": {}}
+        own["modules"] = [_rank_state(model) for model in models]
+        check_readable((own,), "extra")  # a tuple is checked as one object
+        state[RANK] = {str(first.rank): (own,)}  # and torch's planner takes it as one
+        buffers = {name: b for model in models for name, b in model.buffers().items()}
+        return Contents(state, buffers, names)
+
+    def facts(self, choices: tuple[object, ...], save_id: str) -> Facts:
+        """Return what this rank's contents are compared by."""
+        nbytes = own_nbytes({kind: of for kind, of in self.state.items() if kind != RANK})
+        groups = self.state.get(OPTIM, {}).get("param_groups", [])
+        return Facts(choices, save_id, fingerprints(self.buffers), nbytes, groups, self.names)
+
+    def agreed(self, everyone: Sequence[Facts], *, is_pipeline: bool) -> Contents:
+        """Return these contents with this rank's buffers, where ranks have different ones.
+
+        Param groups of a pipeline hold the parameters of all stages.
+        """
+        prints = [facts.buffers for facts in everyone]
+        ((rank, (own,)),) = self.state[RANK].items()
+        differing = {
+            name: buffer
+            for name, buffer in self.buffers.items()
+            if len({of_rank[name] for of_rank in prints if name in of_rank}) > 1
+        }
+        state = self.state | {RANK: {rank: ({**own, "buffers": differing},)}}
+        if is_pipeline and OPTIM in state:
+            groups = merge_groups([facts.groups for facts in everyone])
+            state[OPTIM] = {**state[OPTIM], "param_groups": groups}
+        aliases = join_names(facts.names for facts in everyone)
+        aliases = {f"{MODEL}.{alias}": f"{MODEL}.{name}" for alias, name in aliases.items()}
+        return replace(self, state=state, aliases=aliases)
+
+
+def _merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the state of all modules of a rank as one; param groups are those of `merge_groups`.
+
+    Raises `CheckpointError` for a name in two modules, and for gradients between micro-batches.
+    """
+    whole: dict[str, Any] = {}
+    for state in states:
+        if GRAD in state or PARTIAL in state:
+            raise CheckpointError(
+                "a pipeline that is saved between steps",
+                "gradients that no optimizer has stepped",
+                hint="call optimizer.step() and zero_grad() first",
+            )
+        for kind in (MODEL, MASTER):
+            own, new = whole.setdefault(kind, {}), state.get(kind, {})
+            twice = own.keys() & new.keys()
+            if twice:
+                hint = "give each stage the names of the whole model, such as blocks.7.weight"
+                raise CheckpointError(
+                    "names that differ", f"{min(twice)!r} in two stages", hint=hint
+                )
+            own.update(new)
+        for key, rows in state.get(COMPANION, {}).items():
+            whole.setdefault(COMPANION, {}).setdefault(key, {}).update(rows)
+        if OPTIM in state:
+            optim = whole.setdefault(OPTIM, {"state": {}, "param_groups": []})
+            optim["state"] |= state[OPTIM]["state"]
+            groups = [optim["param_groups"], state[OPTIM]["param_groups"]]
+            optim["param_groups"] = merge_groups(groups)
+    return {kind: entries for kind, entries in whole.items() if entries}
+
+
+def merge_groups(of_stages: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return param groups by number, each with the parameters of all stages."""
+    joined: list[dict[str, Any]] = []
+    for groups in of_stages:
+        for index, group in enumerate(groups):
+            if index == len(joined):
+                joined.append({**group, "params": []})
+            own = cast("list[str]", joined[index]["params"])
+            own += [name for name in group["params"] if name not in own]
+    return joined
+
+
+def _state_of(model: ShardedModel) -> dict[str, Any]:
+    """Return this rank's part of the shared state, as views, nested as torch's state dicts are.
+
+    Every rank returns tensors that all ranks hold (stage 0, scalars); torch's planner lets one rank
+    write each.
+    """
+    weights: dict[str, Any] = {}
+    master: dict[str, Any] = {}
+    for parameter in model.parameters():
+        weights[parameter.fqn] = parameter.wrap(parameter.local.detach())
+        if parameter.unit.master is not None:
+            master[parameter.fqn] = parameter.wrap(parameter.stepped)
+    notes = model.notes()
+    if model.is_first:
+        weights |= model.buffers() | notes
+        weights |= {name: part.get_extra_state() for name, part in model.extra_states().items()}
+    saved: dict[str, Any] = {MODEL: weights}
+    if master:
+        saved[MASTER] = master
+    if model.optimizers:
+        state = {
+            parameter.fqn: {key: plain(v) for key, v in entry.items() if v is not None}
+            for optimizer in model.optimizers
+            for parameter in model.stepped_by(optimizer)
+            if parameter.fqn not in model.left_out
+            if (entry := optimizer.state.get(parameter.sharded))
+        }
+        saved[OPTIM] = {"state": state, "param_groups": [_named(g, model) for g in model.groups()]}
+    for unit in model.engine.units:
+        means, partial = unit.gradient.accumulated()
+        for parameter, mean in means.items():
+            saved.setdefault(GRAD, {})[parameter.fqn] = parameter.wrap(mean)
+        for parameter, grad in partial.items():
+            own = saved.setdefault(PARTIAL, {}).setdefault(str(model.rank), {})
+            own[parameter.fqn] = grad
+    for key, rows in model.companion_rows().items():
+        saved.setdefault(COMPANION, {})[key] = {p.fqn: p.wrap(own) for p, own in rows}
+    return saved
+
+
+def _named(group: dict[str, Any], model: ShardedModel) -> dict[str, Any]:
+    """Return a param group with names in place of parameters."""
+    names = [model.parameter(tensor).fqn for tensor in group["params"]]
+    names = [name for name in names if name not in model.left_out]
+    return {**{key: plain(v) for key, v in group.items() if key != "params"}, "params": names}
+
+
+def _rank_state(model: ShardedModel) -> dict[str, Any]:
+    """Return the state of this rank alone: that of no parameter, and that of companions."""
+    companions = model.engine.companions.alive().items()
+    return {
+        "common": [plain(common_state(optimizer.state)) for optimizer in model.optimizers],
+        "companions": {key: plain(companion.rank_state()) for key, companion in companions},
     }
-    if not others:
-        return others
-    notes = metadata.planner_data = metadata.planner_data or {}
-    belonging = defaultdict[str, list[tuple[str, tuple[object, ...]]]](list)
-    for name in metadata.state_dict_metadata:
-        path = path_of(name, notes.get(name, ()))
-        if path[:2] == (OPTIM, "state") or path[0] == COMPANION:
-            belonging[path[2]].append((name, path))
-    pieces = defaultdict[str, list[MetadataIndex]](list)
-    for index in metadata.storage_data:
-        pieces[index.fqn].append(index)
-    for alias, first in others.items():
-        paths = [(name, (*path[:2], alias, *path[3:])) for name, path in belonging[first]]
-        for name, path in [(f"{MASTER}.{first}", (MASTER, alias)), *paths]:
-            target = ".".join(map(str, path))
-            if name in metadata.state_dict_metadata and target not in metadata.state_dict_metadata:
-                metadata.state_dict_metadata[target] = metadata.state_dict_metadata[name]
-                notes[target] = path
-                for index in pieces[name]:
-                    place = metadata.storage_data[index]
-                    metadata.storage_data[replace(index, fqn=target)] = place
-    return others

@@ -19,10 +19,10 @@ import zlib
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from onefold.checkpoint.agreement import LOAD_ANOTHER
-from onefold.checkpoint.checked_files import FileRecord, check_size
+from onefold.checkpoint.checked_files import BLOCK_NBYTES, FileRecord, check_size, nbytes_of
 from onefold.errors import CheckpointError
 
 METADATA = ".metadata"
@@ -282,6 +282,7 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     what = f"file {MANIFEST!r} of checkpoint {str(folder)!r} as it was saved"
     try:
+        nbytes_of(path)
         text = path.read_bytes().decode()
     except FileNotFoundError:
         raise CheckpointError(
@@ -295,16 +296,43 @@ def read_manifest(folder: Path) -> Manifest:
     body = rest.removesuffix("}\n")
     if body == rest or head != _head(body):
         raise CheckpointError(what, "other bytes", hint=LOAD_ANOTHER)
-    fields = json.loads(body)
-    if fields["format"] > FORMAT:
-        raise CheckpointError(
-            f"a checkpoint of format {FORMAT} or older",
-            f"format {fields['format']}, saved by {fields['versions']}",
-            hint="install that version of onefold",
-        )
-    fields["files"] = {name: FileRecord(**record) for name, record in fields["files"].items()}
-    fields["optimizers"] = [OptimizerRecord(**record) for record in fields["optimizers"]]
-    return Manifest(**fields)
+    try:
+        fields = json.loads(body)
+        if type(fields["format"]) is int and fields["format"] > FORMAT:
+            raise CheckpointError(
+                f"a checkpoint of format {FORMAT} or older",
+                f"format {fields['format']}, saved by {fields['versions']}",
+                hint="install that version of onefold",
+            )
+        return _checked(fields)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        got = f"{type(error).__name__}: {str(error)[:200]}"
+        raise CheckpointError(what, got, hint=LOAD_ANOTHER) from error
+
+
+def _checked(fields: dict[str, Any]) -> Manifest:
+    """Return a manifest whose fields have their types, with plain names of files."""
+    files = {name: FileRecord(**record) for name, record in fields["files"].items()}
+    optimizers = [OptimizerRecord(**record) for record in fields["optimizers"]]
+    manifest = Manifest(**fields | {"files": files, "optimizers": optimizers})
+    for value in (manifest, *files.values(), *optimizers):
+        for name, hint in get_type_hints(type(value)).items():
+            got, parts = getattr(value, name), get_args(hint) if "|" in str(hint) else (hint,)
+            kinds = tuple(get_origin(part) or part for part in parts)
+            if not isinstance(got, kinds) or (hint is int and type(got) is not int):
+                raise TypeError(f"{name} to be {hint}, got {str(got)[:80]}")
+    json.dumps(fields, ensure_ascii=False).encode()  # characters that no console can show
+    numbers = (manifest.step, manifest.stage, manifest.world_size - 1, manifest.format)
+    if min(*numbers, *(record.nbytes for record in files.values())) < 0:
+        raise ValueError("a negative number")
+    for name, record in files.items():
+        if "/" in name or name in (".", "..") or not (name.isascii() and name.isprintable()):
+            raise ValueError(f"a file outside of the folder: {name[:80]!r}")
+        if len(record.blocks) != 8 * -(-record.nbytes // BLOCK_NBYTES):
+            raise ValueError(f"{len(record.blocks) // 8} checksums of {name!r}")
+    return manifest
 
 
 def _head(body: str) -> str:

@@ -2,7 +2,7 @@
 
 choose    the newest complete checkpoint, the same on every rank
 compare   names, shapes, optimizers: one message lists all mismatches, and nothing is changed
-read      torch's planner finds the pieces; each is verified as it is read
+read      each rank its own rows, from pieces that are verified as they are read
 finish    weights follow masters, optimizers get their states, generators are set
 """
 
@@ -10,22 +10,18 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
-from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-
 from onefold.checkpoint.agreement import Damaged, collect, together
-from onefold.checkpoint.contents import RANK, restore_random_states, spread_ties
+from onefold.checkpoint.contents import restore_random_states
 from onefold.checkpoint.directory import Found, find
 from onefold.checkpoint.save import finish_pending
+from onefold.checkpoint.source import Source, open_source, spread_ties
 from onefold.checkpoint.stages import Modules, Optimizers, ShardedModel, Stages
-from onefold.checkpoint.storage import Reader, ReadPlanner, first_failure, planning, read_metadata
 from onefold.checkpoint.targets import Targets
-from onefold.engine.registry import engine_of
 from onefold.errors import CheckpointError, Failure, is_agreed
 from onefold.wire.collectives import Group
 from onefold.wire.together import announcing, difference
@@ -54,32 +50,43 @@ def load(directory: str | os.PathLike[str], module: Modules, optimizer: Optimize
         module holds a mixture of old and new values, and must not be trained.
     """
     stages = Stages.of(module)
-    with announcing(engine_of(stages.modules[0]).group, CheckpointError):
+    with announcing(stages.data_ranks, CheckpointError):
         finish_pending(stages)
-        return _load_newest(directory, stages, optimizer)
+        models = together(stages.group, lambda: stages.models(optimizer))
+        return _load_newest(_Loading(stages.group, models, _names_of(stages, models)), directory)
 
 
-def _load_newest(directory: str | os.PathLike[str], stages: Stages, optimizer: Optimizers) -> Any:
+@dataclass(frozen=True, slots=True)
+class _Loading:
+    """What one call loads into. `elsewhere`: names that the stages of a pipeline have."""
+
+    group: Group
+    models: Sequence[ShardedModel]
+    elsewhere: frozenset[str]
+
+
+def _names_of(stages: Stages, models: Sequence[ShardedModel]) -> frozenset[str]:
+    """The names that stages of a pipeline have, on all ranks; none without a pipeline."""
+    if not stages.is_pipeline:
+        return frozenset()
+    own = [name for model in models for name in model.all_names()]
+    return frozenset(name for names in stages.group.gather(own) for name in names)
+
+
+def _load_newest(loading: _Loading, directory: str | os.PathLike[str]) -> Any:
     """Load the newest checkpoint that is not damaged, and return this rank's `extra`."""
-    group = stages.group
-
-    def prepare() -> tuple[str, list[ShardedModel]]:
-        path = os.path.abspath(directory)
-        models = stages.models(optimizer)
-        for model in models:
-            model.wait_steps()
-        return path, models
-
-    path, models = together(group, prepare)
+    group = loading.group
     is_first = group.rank == 0
-    everyone = collect(
-        group, lambda: (path, find(Path(path)) if is_first else []), _differing_directory
-    )
-    candidates = everyone[0][1]
+
+    def look() -> tuple[str, list[Found]]:
+        path = os.path.abspath(directory)
+        return path, find(Path(path)) if is_first else []
+
+    candidates = collect(group, look, _differing_directory)[0][1]
     passed_over = list(candidates[0].passed_over)
     for checkpoint in candidates:
         try:
-            extra = _load(stages, models, checkpoint)
+            extra = _load(loading, checkpoint)
         except BaseException as error:
             if checkpoint is candidates[-1] or not is_agreed(error):
                 raise
@@ -100,86 +107,33 @@ def _differing_directory(group: Group, said: Sequence[tuple[str, list[Found]]]) 
     return difference(group, paths, "directory", hint, CheckpointError)
 
 
-def _load(stages: Stages, models: list[ShardedModel], checkpoint: Found) -> Any:
+def _load(loading: _Loading, checkpoint: Found) -> Any:
     """Load one checkpoint, and return this rank's `extra`."""
-    group = stages.group
+    group, models = loading.group, loading.models
     if checkpoint.manifest is not None and not checkpoint.manifest.frozen:
         models = [model.trainable() for model in models]
-    elsewhere = _names_of_stages(stages, models)
 
-    def aim() -> list[Targets]:
-        metadata = read_metadata(checkpoint)
-        others = spread_ties(metadata)
-        return [Targets(model, checkpoint, metadata, elsewhere, others) for model in models]
+    def compare() -> tuple[Source, dict[str, Any], list[Targets]]:
+        source = spread_ties(open_source(checkpoint))
+        number = models[0].rank % source.saved_ranks
+        of_rank = source.rank_state(number)
+        states = of_rank.get("modules") or [{}]
+        states += states[-1:] * len(models)  # a rank may have more stages than the one that saved
+        return source, of_rank, [
+            Targets(model, source, state, loading.elsewhere, group.world_size)
+            for model, state in zip(models, states, strict=False)
+        ]  # fmt: skip
 
-    targets = together(group, aim)
-    reader = Reader(checkpoint, targets[0].metadata)
-    objects = _read(group, reader, _union(target.objects() for target in targets))
-    (of_rank,) = objects.get(f"{RANK}.{targets[0].own_rank}") or ({},)
-    states = of_rank.get("modules") or [{}]
-    states += states[-1:] * len(targets)  # a rank may have more stages than the one that saved
-    pairs = list(zip(targets, states, strict=False))
-    is_same_world = targets[0].saved_ranks == group.world_size
-
-    def compare() -> None:
-        for target, state in pairs:
-            target.compare(objects)
-            target.compare_companions(state, is_same_world=is_same_world)
-
-    together(group, compare)
-    own_tensors = together(group, lambda: [target.tensors() for target in targets])
-    tensors = _read_parts(group, reader, own_tensors)
-    together(
-        group,
-        lambda: [target.finish(objects, own) for target, own in zip(targets, tensors, strict=True)],
-    )
-    for target, state in pairs:
-        target.resume(state, is_same_world=is_same_world)
-    if of_rank and targets[0].own_rank == group.rank:
-        _restore_random_and_buffers(models, of_rank)
+    source, of_rank, targets = together(group, compare)
+    together(group, lambda: [target.read() for target in targets])
+    together(group, lambda: [target.finish() for target in targets])
+    for target in targets:
+        target.resume()
+    if of_rank and models[0].rank < source.saved_ranks:
+        with source.believing("the random states and buffers"):
+            restore_random_states(models[0].engine, of_rank["random"])
+            buffers = {n: b for model in models for n, b in model.buffers().items()}
+            for name, saved in of_rank["buffers"].items():
+                if name in buffers:
+                    buffers[name].copy_(saved)
     return of_rank.get("extra")  # None of another library
-
-
-def _restore_random_and_buffers(models: list[ShardedModel], of_rank: dict[str, Any]) -> None:
-    restore_random_states(models[0].engine, of_rank["random"])
-    for model in models:
-        for name, buffer in model.buffers().items():
-            if name in of_rank["buffers"]:
-                buffer.copy_(of_rank["buffers"][name])
-
-
-def _names_of_stages(stages: Stages, models: list[ShardedModel]) -> set[str]:
-    """The names that stages of a pipeline have, on all ranks; none without a pipeline."""
-    if not stages.is_pipeline:
-        return set()
-    own = [name for model in models for name in model.all_names()]
-    return {name for names in stages.group.gather(own) for name in names}
-
-
-def _union(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    return {name: value for part in parts for name, value in part.items()}
-
-
-def _read_parts(group: Group, reader: Reader, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Read by name for each module of a rank. Stages may call a weight that they share the same."""
-    values = _read(group, reader, _union(parts))
-    for part in parts:
-        for name, own in part.items():
-            if not isinstance(own, Tensor):
-                part[name] = values[name]
-            elif own is not values[name]:
-                own.copy_(values[name])
-    return parts
-
-
-def _read(group: Group, reader: Reader, wanted: dict[str, Any]) -> dict[str, Any]:
-    """Read by name: tensors in place, objects as new values."""
-    try:
-        with planning():
-            dcp.load(
-                wanted, storage_reader=reader, planner=ReadPlanner(),
-                process_group=group.handle, no_dist=group.handle is None,
-            )  # fmt: skip
-    except CheckpointException as error:
-        raise first_failure(error, group) from error
-    return wanted

@@ -2,38 +2,37 @@
 
 from __future__ import annotations
 
-import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import groupby, product
+from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from onefold.checkpoint import safetensors
-from onefold.checkpoint.agreement import as_checkpoint_error
+from onefold.checkpoint.agreement import as_checkpoint_error, damage
+from onefold.checkpoint.archives import bytes_of, elements_of, strides_of
 from onefold.checkpoint.checked_files import BlockReader
-from onefold.checkpoint.contents import (
+from onefold.checkpoint.directory import Draft, Found, find
+from onefold.checkpoint.metadata import (
     COMPANION,
     GRAD,
     MASTER,
     MODEL,
     OPTIM,
     PARTIAL,
-    RANK,
-    first_names,
-    is_offset,
-    packed_among,
-    path_of,
+    Keys,
+    Piece,
+    SavedTensor,
 )
-from onefold.checkpoint.directory import METADATA, Draft, Found, find
 from onefold.checkpoint.pretrained import begin, write_small_files
-from onefold.checkpoint.storage import bytes_of, chunk_of, data_offset, read_metadata, read_object
+from onefold.checkpoint.quantized import is_offset, packed_among
+from onefold.checkpoint.source import Source, first_names, open_source
 from onefold.errors import CheckpointError
+from onefold.layout.cut import spans_of
 
 PART_NBYTES = 8 << 20
 """The most bytes of a piece that are in memory at a time."""
@@ -64,107 +63,82 @@ def export(
 
     Raises: CheckpointError: nothing to export, damage, a target that exists, a full disk.
     """
-    checkpoint = find(Path(os.path.abspath(source)))[0]
-    if checkpoint.manifest is None:
+    saved = _open(Path(source))
+    if saved.manifest is None:
         raise CheckpointError(
-            f"a checkpoint of onefold.save at {str(checkpoint.path)!r}",
+            f"a checkpoint of onefold.save at {str(saved.path)!r}",
             "one without manifest.json",
             hint="torch.distributed.checkpoint.format_utils.dcp_to_torch_save converts others",
         )
-    metadata = read_metadata(checkpoint)
-    weights = dict(_weights(metadata, dtype))
+    weights = dict(_weights(saved, dtype))
     outputs = safetensors.plan_outputs(weights.values(), max_shard_nbytes)
     draft = Draft(Path(os.path.abspath(target)))
     draft.check()
     try:
         begin(draft, outputs)
         with safetensors.OffsetWriter(draft.folder, outputs) as writer:
-            for name, pieces in _pieces_by_file(metadata, weights):
-                announced = [(info.offset, info.offset + info.length) for info, _ in pieces]
-                record = checkpoint.manifest.files[name]
-                with BlockReader(checkpoint.path / name, record, announced) as reader:
-                    for info, index in pieces:
-                        saved = metadata.state_dict_metadata[index.fqn]
-                        assert isinstance(saved, TensorStorageMetadata), "a weight is a tensor"
-                        _copy_piece(reader, info, saved, index, weights[index.fqn], writer)
+            for name, pieces in groupby(_pieces(saved, weights), lambda entry: entry[1].place.file):
+                own = list(pieces)
+                with saved.reader(name, [piece.place.range for _, piece in own]) as reader:
+                    for fqn, piece in own:
+                        _copy_piece(reader, piece, saved.tensors[fqn], weights[fqn], writer)
             writer.finish()
-        write_small_files(draft.folder, outputs, checkpoint.manifest.config)
+        write_small_files(draft.folder, outputs, saved.manifest.config)
         draft.publish()
     except (OSError, CheckpointError) as error:
         draft.abandon()
         raise as_checkpoint_error(error) from error
-    return Exported(checkpoint.path, checkpoint.manifest.step, outputs, len(weights))
+    return Exported(saved.path, saved.manifest.step, outputs, len(weights))
+
+
+def _open(directory: Path) -> Source:
+    """Open the checkpoint `directory`, or the newest complete one in it."""
+    try:
+        return open_source(find(Path(os.path.abspath(directory)))[0])
+    except OSError as error:
+        raise as_checkpoint_error(error) from error
 
 
 def _weights(
-    metadata: Metadata, dtype: torch.dtype | None
+    source: Source, dtype: torch.dtype | None
 ) -> Iterator[tuple[str, safetensors.TensorEntry]]:
     """Yield every weight and buffer once, with the name in the checkpoint to read it from."""
-    names, first = metadata.state_dict_metadata, first_names(metadata)
-    packed = packed_among(names)
-    for name, saved in names.items():
-        if not name.startswith(f"{MODEL}.") or not isinstance(saved, TensorStorageMetadata):
+    first = first_names(source)
+    packed = packed_among(source.paths)
+    for name, saved in source.tensors.items():
+        if not name.startswith(f"{MODEL}.") or first[name] != name:
             continue
         if name in packed and is_offset(name):  # a note has it
             continue
-        if first.get(name, name) != name:
-            continue
         shown = name.removeprefix(f"{MODEL}.")
-        own = saved.properties.dtype
-        casts = own.is_floating_point and name not in packed
-        wanted = dtype if dtype is not None and casts else own
+        casts = saved.dtype.is_floating_point and name not in packed
+        wanted = dtype if dtype is not None and casts else saved.dtype
         master = f"{MASTER}.{shown}"
-        is_wider = master in names and wanted.itemsize > own.itemsize
-        yield (
-            master if is_wider else name,
-            safetensors.TensorEntry(shown, tuple(saved.size), wanted),
-        )
+        is_wider = master in source.tensors and wanted.itemsize > saved.dtype.itemsize
+        entry = safetensors.TensorEntry(shown, saved.shape, wanted)
+        yield master if is_wider else name, entry
 
 
-def _pieces_by_file(
-    metadata: Metadata, weights: dict[str, safetensors.TensorEntry]
-) -> Iterator[tuple[str, list[tuple[Any, MetadataIndex]]]]:
-    """Yield each file's name with its pieces of `weights`, in file order."""
-    pieces = [
-        (info, index) for index, info in metadata.storage_data.items() if index.fqn in weights
-    ]
-    pieces.sort(key=lambda piece: (piece[0].relative_path, piece[0].offset))
-    for name, of_file in groupby(pieces, key=lambda piece: piece[0].relative_path):
-        yield name, list(of_file)
+def _pieces(source: Source, names: Iterable[str]) -> list[tuple[str, Piece]]:
+    """Return the pieces of tensors in file order, each with the tensor's name."""
+    pieces = [(name, piece) for name in names for piece in source.tensors[name].pieces]
+    return sorted(pieces, key=lambda entry: (entry[1].place.file, entry[1].place.start))
 
 
 def _copy_piece(
-    reader: BlockReader, info: Any, saved: TensorStorageMetadata, index: MetadataIndex,
-    entry: safetensors.TensorEntry, writer: safetensors.OffsetWriter,
+    reader: BlockReader, piece: Piece, saved: SavedTensor, entry: safetensors.TensorEntry,
+    writer: safetensors.OffsetWriter,
 ) -> None:  # fmt: skip
-    chunk, source = chunk_of(saved, index), saved.properties.dtype
-    if prod(chunk.sizes) == 0:
-        return
-    start = info.offset + data_offset(reader, info)
-    step = max(1, PART_NBYTES // source.itemsize)
-    for place, first, end in _spans(tuple(chunk.offsets), tuple(chunk.sizes), saved.size):
-        for at in range(first, end, step):
-            part = torch.empty(min(step, end - at), dtype=source)
-            reader.read_into(start + at * source.itemsize, bytes_of(part))
-            target = (place + at - first) * entry.dtype.itemsize
-            writer.write(entry.name, target, bytes_of(part.to(entry.dtype)))
-
-
-def _spans(
-    offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]
-) -> Iterator[tuple[int, int, int]]:
-    """Yield the contiguous parts of a box: its start in the tensor of `shape`, and [start, stop)
-    in the box, in elements.
-    """
-    partial = [dim for dim in range(len(shape)) if sizes[dim] != shape[dim]]
-    last = partial[-1] if partial else 0
-    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    numel = prod(sizes[last:])
-    for number, index in enumerate(product(*map(range, sizes[:last]))):
-        first = [start + more for start, more in zip(offsets, index, strict=False)]
-        first += offsets[last : last + 1]
-        place = sum(at * stride for at, stride in zip(first, strides, strict=False))
-        yield place, number * numel, (number + 1) * numel
+    start, strides = elements_of(reader, piece, saved.dtype)
+    if strides != strides_of(piece.sizes):
+        raise damage(f"elements of {entry.name!r} in order", f"strides {strides}")
+    step = max(1, PART_NBYTES // saved.dtype.itemsize)
+    for first, stop in spans_of((piece.offsets, piece.sizes), saved.shape):
+        for at in range(first, stop, step):
+            part = torch.empty(min(step, stop - at), dtype=saved.dtype)
+            reader.read_into(start, bytes_of(part))
+            start += part.nbytes
+            writer.write(entry.name, at * entry.dtype.itemsize, bytes_of(part.to(entry.dtype)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,54 +172,33 @@ def inspect(directory: Path, *, verify: bool) -> Inspection:
 
     Raises: CheckpointError: nothing there, or damaged, with the file's name.
     """
-    checkpoint = find(directory)[0]
-    metadata = read_metadata(checkpoint)
-    if verify and checkpoint.manifest is not None:
-        for name, record in checkpoint.manifest.files.items():
-            with BlockReader(checkpoint.path / name, record, [(0, record.nbytes)]) as reader:
+    source = _open(directory)
+    manifest = source.manifest
+    if verify and manifest is not None:
+        for name, record in manifest.files.items():
+            with source.reader(name, [(0, record.nbytes)]) as reader:
                 reader.verify()
-    tensors, others = [], []
-    notes = metadata.planner_data or {}
-    for name, saved in metadata.state_dict_metadata.items():
-        if isinstance(saved, TensorStorageMetadata):
-            tensors.append(_row(name, saved, notes.get(name, ())))
-        else:
-            others.append(name)
-    files = {p.name: p.stat().st_size for p in sorted(checkpoint.path.iterdir()) if p.is_file()}
-    manifest = checkpoint.manifest
-    is_verified = verify and manifest is not None and METADATA in manifest.files
-    return Inspection(checkpoint, tensors, others, _extra(checkpoint, metadata), files, is_verified)
+    tensors = [_row(source.paths[name], saved) for name, saved in source.tensors.items()]
+    is_verified = verify and manifest is not None
+    extra = source.rank_state(0).get("extra") if manifest is not None else None
+    files = {p.name: p.stat().st_size for p in sorted(source.path.iterdir()) if p.is_file()}
+    return Inspection(source.found, tensors, [*source.objects], extra, files, is_verified)
 
 
-def _extra(checkpoint: Found, metadata: Metadata) -> Any:
-    """Return the `extra` of rank 0; None of another library's checkpoint."""
-    name = f"{RANK}.0"
-    if checkpoint.manifest is None or name not in metadata.state_dict_metadata:
-        return None
-    info = metadata.storage_data[MetadataIndex(name)]
-    path, span = checkpoint.path / info.relative_path, (info.offset, info.offset + info.length)
-    with BlockReader(path, checkpoint.manifest.files[info.relative_path], [span]) as reader:
-        data = reader.read(info.offset, info.length)
-    (of_rank,) = read_object(io.BytesIO(data), name)
-    return of_rank["extra"]
+def _row(keys: Keys, saved: SavedTensor) -> InspectedRow:
+    name, kind = _parameter_and_kind(keys)
+    dtype = str(saved.dtype).removeprefix("torch.")
+    nbytes = prod(saved.shape) * saved.dtype.itemsize
+    return InspectedRow(name, kind, saved.shape, dtype, nbytes, len(saved.pieces))
 
 
-def _row(name: str, saved: TensorStorageMetadata, note: Sequence[Any]) -> InspectedRow:
-    shown, kind = _parameter_and_kind(name, note)
-    dtype, shape = saved.properties.dtype, tuple(saved.size)
-    nbytes = prod(shape) * dtype.itemsize
-    return InspectedRow(
-        shown, kind, shape, str(dtype).removeprefix("torch."), nbytes, len(saved.chunks)
-    )
-
-
-def _parameter_and_kind(name: str, note: Sequence[Any]) -> tuple[str, str]:
+def _parameter_and_kind(keys: Keys) -> tuple[str, str]:
     """Return the parameter that a tensor belongs to, and its kind."""
-    keys = path_of(name, note)
     if keys[:2] == (OPTIM, "state"):
         return str(keys[2]), ".".join(map(str, keys[3:]))
-    if keys[0] == COMPANION:
+    if keys[0] == COMPANION and len(keys) > 2:
         return str(keys[2]), str(keys[1])
     kinds = {MODEL: "weight", MASTER: "master", GRAD: GRAD, PARTIAL: PARTIAL, OPTIM: OPTIM}
+    name = ".".join(map(str, keys))
     kind, dot, rest = name.partition(".")
     return (rest, kinds[kind]) if dot and kind in kinds else (name, "weight")

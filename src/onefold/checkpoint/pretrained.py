@@ -26,10 +26,11 @@ from onefold.checkpoint.agreement import (
     shape_mismatches,
     together,
 )
-from onefold.checkpoint.contents import config_of, is_note, is_offset, offset_in, offset_of
+from onefold.checkpoint.archives import bytes_of
+from onefold.checkpoint.contents import config_of
 from onefold.checkpoint.directory import Draft
+from onefold.checkpoint.quantized import is_note, is_offset, offset_in, offset_of, refuse_coded
 from onefold.checkpoint.stages import ShardedModel, persistent_buffers
-from onefold.checkpoint.storage import bytes_of
 from onefold.engine.registry import engine_of, find_engine
 from onefold.errors import CheckpointError, StateError, listed
 from onefold.layout import packed
@@ -64,7 +65,8 @@ def write_pretrained(
     everyone = model.engine.context.everyone
 
     def prepare() -> str:
-        _refuse_coded(model)
+        hint = "save the module inside `with onefold.unsharded(module):`"
+        refuse_coded(model.parameters(), hint)
         draft = Draft(Path(os.path.abspath(directory)))
         model.wait_steps()
         if model.rank == 0:
@@ -182,18 +184,6 @@ def load_pretrained(module: nn.Module, directory: str | os.PathLike[str]) -> nn.
     return module
 
 
-def _refuse_coded(model: ShardedModel) -> None:
-    """Raise `CheckpointError` for frozen weights in a codec that other libraries do not read."""
-    for parameter in model.parameters():
-        if parameter.decoded is not None:
-            argument = "rest=" if parameter.decoded.is_multiplied else "Precision(frozen=)"
-            raise CheckpointError(
-                f"parameter {parameter.fqn!r} to be a plain tensor, or packed by bitsandbytes",
-                f"one that {argument} has coded",
-                hint="save the module inside `with onefold.unsharded(module):`, which decodes it",
-            )
-
-
 def _refuse_packed(module: nn.Module) -> None:
     """Raise `CheckpointError` for a quantised module that is not sharded yet."""
     for name, parameter in module.named_parameters():
@@ -265,7 +255,13 @@ class Pretrained:
         if is_offset(name):
             note = self._notes[name]
             length = self._files.shape(note)
-            out.fill_(offset_in(self._files.box(note, ((0,), length))))
+            try:
+                out.fill_(offset_in(self._files.box(note, ((0,), length))))
+            except (KeyError, TypeError, ValueError) as error:
+                got, hint = error, "download or save it again"
+                raise CheckpointError(
+                    f"{note!r} to be a note of bitsandbytes", got, hint=hint
+                ) from error
             return
         saved_name = self._names[name]
         if out.numel():

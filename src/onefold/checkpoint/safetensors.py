@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from onefold.checkpoint.checked_files import nbytes_of
 from onefold.errors import CheckpointError
 from onefold.layout.cut import Box
 
@@ -167,6 +168,7 @@ class PretrainedFiles:
         """Return the file of a tensor, the offset of its first byte there, and its dtype's name."""
         path = self._directory / self.places[name]
         if path not in self._headers:
+            self._file(name)  # looks at the header
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
                 self._headers[path] = 8 + length, json.loads(file.read(length))
@@ -183,7 +185,9 @@ class PretrainedFiles:
         return self._open[file]
 
     def _slice(self, name: str) -> Any:
-        return self._file(name).get_slice(name)
+        file = self._file(name)
+        with _reading(self._directory / self.places[name]):
+            return file.get_slice(name)
 
 
 def _places(directory: Path) -> Iterator[tuple[str, str]]:
@@ -193,29 +197,43 @@ def _places(directory: Path) -> Iterator[tuple[str, str]]:
     index = directory / INDEX
     if index.exists():
         try:
-            places = json.loads(index.read_text())["weight_map"]
-        except (ValueError, KeyError) as error:
-            raise _not_pretrained(directory, f"an {INDEX} that cannot be read: {error}") from error
-        for file in set(places.values()):
+            nbytes_of(index)
+            places: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
+            files = set(places.values())
+            if outside := [
+                file for file in files if file != os.path.basename(file) or "\0" in file
+            ]:
+                raise ValueError(f"a file outside of the folder: {outside[0][:80]!r}")
+        except Exception as error:
+            got = f"an {INDEX} that cannot be read: {str(error)[:200]}"
+            raise _not_pretrained(directory, got) from error
+        for file in files:
             if not (directory / file).exists():
                 raise _not_pretrained(directory, f"no {file}, which {INDEX} names")
         yield from places.items()
         return
-    files = sorted(directory.glob("*.safetensors")) if directory.is_dir() else []
-    if not files:
+    paths = sorted(directory.glob("*.safetensors")) if directory.is_dir() else []
+    if not paths:
         raise _not_pretrained(directory, "none")
-    for file in files:
+    for file in paths:
         for name in _opened(file).keys():  # noqa: SIM118 - not a dict
             yield name, file.name
 
 
 def _opened(path: Path) -> safe_open:
-    try:
+    with _reading(path):
+        nbytes_of(path)
         return safe_open(path, framework="pt")
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
     except Exception as error:  # the class of safetensors' own error cannot be imported
         raise CheckpointError(
             f"file {path.name!r} of {str(path.parent)!r} to be in the safetensors format",
-            error,
+            str(error)[:200],
             hint="download or save it again",
         ) from error
 

@@ -12,32 +12,20 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-
-from onefold.checkpoint import contents
 from onefold.checkpoint.agreement import as_checkpoint_error, collect, describe, first, together
 from onefold.checkpoint.background import BackgroundThread, Notes, poll
 from onefold.checkpoint.checked_files import FileRecord
-from onefold.checkpoint.contents import MODEL, OPTIM, RANK, RankNames, join_names
+from onefold.checkpoint.contents import Contents, Facts, config_of
 from onefold.checkpoint.directory import MANIFEST, Draft, Manifest, prune
-from onefold.checkpoint.stages import (
-    Modules,
-    Optimizers,
-    ShardedModel,
-    Stages,
-    collect_state,
-    merge_groups,
-    merged,
-)
-from onefold.checkpoint.storage import RankFiles, WritePlanner, Writer, first_failure, planning
-from onefold.engine.engine import Engine
-from onefold.engine.registry import engine_of
+from onefold.checkpoint.quantized import refuse_coded
+from onefold.checkpoint.stages import Modules, Optimizers, Stages
+from onefold.checkpoint.storage import RankFiles, write
 from onefold.errors import CheckpointError, Failure
 from onefold.wire.collectives import Group
 from onefold.wire.ticket import DONE, Ticket
@@ -90,45 +78,36 @@ def save(
     """
     stages = Stages.of(module)
 
-    def prepare() -> tuple[_Save, list[ShardedModel], dict[str, Any]]:
+    def prepare() -> tuple[Draft, Contents, Manifest]:
         if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
             hint = "keep=2 leaves this checkpoint and the one before it"
             raise CheckpointError("keep to be None or at least 1", repr(keep), hint=hint)
         draft = Draft(Path(os.path.abspath(directory)))
         models = [model if frozen else model.trainable() for model in stages.models(optimizer)]
         for model in models:
-            _refuse_multiplied(model)
-            model.wait_steps()
-        names = RankNames(
-            {alias: name for model in models for alias, name in model.aliases().items()},
-            {name: tie for model in models for name, tie in model.ties().items()},
-        )
-        if stages.is_pipeline:
-            models = [model.without_copies() for model in models]
-        first, engine = models[0], models[0].engine
-        if first.rank == 0:
+            hint = "keep the files that it was read from, or save onefold.full_state_dict(module)"
+            refuse_coded(model.parameters(), hint, are_kernels=True)
+        model, engine = models[0], models[0].engine
+        if model.rank == 0:
             draft.check()
-        states = [collect_state(model) for model in models]
-        state = merged(states) if stages.is_pipeline else states[0]
-        contents.check_readable(state)
-        own = contents.plain(extra)
-        own = {"extra": own, "random": contents.random_states(engine), "buffers": {}}
-        own["modules"] = [model.rank_state() for model in models]
-        contents.check_readable((own,), "extra")  # a tuple is checked as one object
-        state[RANK] = {str(first.rank): (own,)}  # and torch's planner takes it as one
-        manifest = Manifest(
+        return draft, Contents.of(models, extra), Manifest(
             save_id=uuid4().hex, step=engine.ledger.steps, stage=engine.recipe.stage.number,
-            world_size=stages.group.world_size, optimizers=first.records(),
-            config=contents.config_of(first.module), frozen=frozen,
+            world_size=stages.group.world_size, optimizers=model.records(),
+            config=config_of(model.module), frozen=frozen,
         )  # fmt: skip
-        files = RankFiles(draft.folder, is_cached=not wait)
-        return _Save(stages, draft, files, manifest, keep, names), models, state
 
-    with announcing(engine_of(stages.modules[0]).group, CheckpointError):
+    with announcing(stages.data_ranks, CheckpointError):
         finish_pending(stages)
-        job, models, state = together(stages.group, prepare)
-        job.agree(models, state)
-        job.write(state)
+        draft, contents, manifest = together(stages.group, prepare)
+        choices = (str(draft.target), wait, keep)
+        facts = partial(contents.facts, choices, manifest.save_id)
+        everyone = collect(stages.group, facts, _differing_choices)
+        needed = sum(of_rank.nbytes for of_rank in everyone) // stages.num_copies
+        first(stages.group, lambda: draft.begin(needed))
+        manifest = replace(manifest, save_id=everyone[0].save_id)
+        files = RankFiles(draft.folder, is_cached=not wait)
+        job = _Save(stages.group, draft, files, manifest, keep)
+        job.write(contents.agreed(everyone, is_pipeline=stages.is_pipeline))
         if wait:
             job.finish()
             return DONE
@@ -138,16 +117,10 @@ def save(
     return ticket
 
 
-def _refuse_multiplied(model: ShardedModel) -> None:
-    """Raise `CheckpointError` for bytes that the kernels of another processor would not read."""
-    for parameter in model.parameters():
-        if parameter.decoded is not None and parameter.decoded.is_multiplied:
-            raise CheckpointError(
-                f"parameter {parameter.fqn!r} to be a plain tensor, or packed by bitsandbytes",
-                "one that rest= has packed for this processor",
-                hint="keep the files that it was read from, or save "
-                "onefold.full_state_dict(module), which decodes it",
-            )
+def _differing_choices(group: Group, said: Sequence[Facts]) -> Failure | None:
+    hint = "name the directory by the step, not by rank or time"
+    choices = [facts.choices for facts in said]
+    return difference(group, choices, "directory, wait and keep", hint, CheckpointError)
 
 
 def finish_pending(stages: Stages) -> None:
@@ -158,79 +131,21 @@ def finish_pending(stages: Stages) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Summary:
-    """The facts that ranks compare before anything is written."""
-
-    choices: tuple[str, bool, int | None]  # path, wait, keep
-    buffers: dict[str, int]  # checksums
-    nbytes: int
-    save_id: str
-    groups: list[dict[str, Any]]  # of the parts of one optimizer, where stages have parts
-    names: RankNames
-
-
-@dataclass(slots=True)
 class _Save:
     """One save on this rank. It has no tensors: a save in the background keeps none alive."""
 
-    stages: Stages
+    group: Group
     draft: Draft
     files: RankFiles
     manifest: Manifest
     keep: int | None
-    names: RankNames
-    aliases: dict[str, str] = field(default_factory=dict)  # of all ranks
 
-    @property
-    def group(self) -> Group:
-        return self.stages.group
-
-    def agree(self, models: Sequence[ShardedModel], state: dict[str, Any]) -> None:
-        """Compare all ranks' summaries, and create the folder if the disk has room. A collective.
-
-        Adds to `state` the buffers of this rank if ranks have different ones, and the parameters of
-        other stages to the param groups.
-        """
-        buffers = {name: b for model in models for name, b in model.buffers().items()}
-        ((own,),) = state[RANK].values()
-        groups = state[OPTIM]["param_groups"] if self.stages.is_pipeline and OPTIM in state else []
-
-        def summary() -> _Summary:
-            choices = (str(self.draft.target), self.files.is_cached, self.keep)
-            nbytes = contents.own_nbytes({k: v for k, v in state.items() if k != RANK})
-            prints = contents.fingerprints(buffers)
-            return _Summary(choices, prints, nbytes, self.manifest.save_id, groups, self.names)
-
-        def judge(group: Group, said: Sequence[_Summary]) -> Failure | None:
-            choices = [rank.choices for rank in said]
-            hint = "name the directory by the step, not by rank or time"
-            return difference(group, choices, "directory, wait and keep", hint, CheckpointError)
-
-        everyone = collect(self.group, summary, judge)
-        needed = sum(rank.nbytes for rank in everyone) // _copies(models[0].engine)
-        first(self.group, lambda: self.draft.begin(needed))
-        self.manifest = replace(self.manifest, save_id=everyone[0].save_id)
-        for name, buffer in buffers.items():
-            if len({rank.buffers[name] for rank in everyone if name in rank.buffers}) > 1:
-                own["buffers"][name] = buffer
-        self.aliases = join_names(rank.names for rank in everyone)
-        if groups:
-            state[OPTIM]["param_groups"] = merge_groups([rank.groups for rank in everyone])
-
-    def write(self, state: dict[str, Any]) -> None:
-        """Plan together and write this rank's pieces, to the disk or to the page cache."""
-        aliases = {f"{MODEL}.{alias}": f"{MODEL}.{name}" for alias, name in self.aliases.items()}
-        handle = self.group.handle
+    def write(self, contents: Contents) -> None:
+        """Write this rank's pieces, to the disk or to the page cache. A collective."""
         try:
-            with planning():
-                dcp.save(
-                    state, storage_writer=Writer(self.files, aliases), planner=WritePlanner(),
-                    process_group=handle, no_dist=handle is None,
-                )  # fmt: skip
-        except BaseException as error:
+            write(contents.state, self.files, contents.aliases, self.group)
+        except BaseException:
             self._abandon()
-            if isinstance(error, CheckpointException):
-                raise first_failure(error, self.group) from error
             raise
 
     def finish(self) -> None:
@@ -302,8 +217,3 @@ class _Save:
         return [
             {name: FileRecord(**record) for name, record in note["files"].items()} for note in said
         ]
-
-
-def _copies(engine: Engine) -> int:
-    """Return how many ranks hold, and count, the same bytes."""
-    return engine.group.world_size // engine.context.rest_world

@@ -9,35 +9,61 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from onefold.checkpoint.agreement import together
-from onefold.checkpoint.contents import (
-    COMPANION,
-    EXTRA_STATE,
-    GRAD,
-    MASTER,
-    MODEL,
-    OPTIM,
-    PARTIAL,
-    TIE,
-    TiedCopy,
-    notes_of,
-    plain,
-)
 from onefold.checkpoint.directory import OptimizerRecord
+from onefold.checkpoint.quantized import notes_of
 from onefold.engine.engine import Engine
-from onefold.engine.optimizer_state import common_state
 from onefold.engine.registry import engine_of
 from onefold.engine.structure import rename
 from onefold.errors import CheckpointError
 from onefold.layout.module_tree import ModuleTree, uncompiled
 from onefold.unit.parameter import UnitParameter
 from onefold.wire.collectives import Group
+
+EXTRA_STATE = "_extra_state"
+
+TIE = "_onefold_tie"
+"""The attribute of a sharded parameter that several stages of a pipeline hold: a `TiedCopy`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TiedCopy:
+    """One copy of a weight that stages share. `key`: the same for all copies."""
+
+    key: str
+    is_copy: bool  # False: the first one
+
+
+@dataclass(frozen=True, slots=True)
+class RankNames:
+    """The other names of weights on one rank: inside its modules, and over stages."""
+
+    aliases: dict[str, str]
+    copies: dict[str, TiedCopy]
+
+
+def join_names(of_ranks: Iterable[RankNames]) -> dict[str, str]:
+    """Return the other names of all weights, each with the name under which it is saved."""
+    ranks = list(of_ranks)
+    first = {
+        tie.key: name for rank in ranks for name, tie in rank.copies.items() if not tie.is_copy
+    }
+    names = {
+        name: first[tie.key]
+        for rank in ranks
+        for name, tie in rank.copies.items()
+        if tie.key in first and name != first[tie.key]
+    }
+    for rank in ranks:
+        names |= {alias: names.get(name, name) for alias, name in rank.aliases.items()}
+    return names
+
 
 Modules = nn.Module | Sequence[nn.Module]
 Optimizers = Optimizer | Sequence[Optimizer] | None
@@ -71,14 +97,10 @@ class ShardedModel:
                     hint="pass the module that was given to onefold.shard, or shard the wrapper",
                 )
 
-    @staticmethod
-    def of(engine: Engine, module: nn.Module, optimizer: object) -> ShardedModel:
-        """Check that `optimizer` is None, or one or several optimizers of this module."""
-        chosen = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    def with_optimizers(self, chosen: Iterable[object]) -> ShardedModel:
+        """This model with optimizers of its parameters. Raises `CheckpointError` for others."""
         optimizers: list[Optimizer] = []
         for choice in chosen:
-            if choice is None:
-                continue
             if not isinstance(choice, Optimizer):
                 raise CheckpointError(
                     "optimizer to be a torch.optim.Optimizer, or several",
@@ -86,14 +108,14 @@ class ShardedModel:
                     hint="pass schedulers, scalers and the like as extra={'scheduler': ...}",
                 )
             for tensor in (tensor for group in choice.param_groups for tensor in group["params"]):
-                if id(tensor) not in engine.by_sharded:
+                if id(tensor) not in self.engine.by_sharded:
                     raise CheckpointError(
                         f"{type(choice).__name__} to hold this module's parameters alone",
                         f"a tensor {list(tensor.shape)} that is not among them",
                         hint="save modules that share an optimizer as parts of one module",
                     )
             optimizers.append(choice)
-        return ShardedModel(engine, module, tuple(optimizers))
+        return replace(self, optimizers=tuple(optimizers))
 
     @property
     def rank(self) -> int:
@@ -179,14 +201,6 @@ class ShardedModel:
         rows = {key: c.saved_rows() for key, c in self.engine.companions.alive().items()}
         return {k: [pair for pair in of if pair[0] in known] for k, of in rows.items() if of}
 
-    def rank_state(self) -> dict[str, Any]:
-        """Return the state of this rank alone: that of no parameter, and that of companions."""
-        companions = self.engine.companions.alive().items()
-        return {
-            "common": [plain(common_state(optimizer.state)) for optimizer in self.optimizers],
-            "companions": {key: plain(companion.rank_state()) for key, companion in companions},
-        }
-
     def wait_steps(self) -> None:
         """Wait for background steps, free unsharded weights, let masters follow edited weights."""
         engine = self.engine
@@ -257,24 +271,37 @@ class Stages:
         together(world, check)
         return Stages(own, world, is_pipeline=True)
 
+    @property
+    def num_copies(self) -> int:
+        """How many ranks hold, and count, the same bytes."""
+        return self.data_ranks.world_size // engine_of(self.modules[0]).context.rest_world
+
+    @property
+    def data_ranks(self) -> Group:
+        """The ranks of this module alone."""
+        return engine_of(self.modules[0]).group
+
     def models(self, optimizers: Optimizers) -> list[ShardedModel]:
-        """Return the modules with their optimizers, which must hold parameters of one module."""
+        """Return the modules with their optimizers, at rest, and with the names of this moment.
+
+        Several modules: each has the optimizers that hold a parameter of it. Raises
+        `CheckpointError`: no optimizers of these modules; a weight that cannot be saved.
+        """
         chosen = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
+        chosen = [optimizer for optimizer in chosen if optimizer is not None]
         number = self.group.rank if self.is_pipeline else None
-        return [
-            replace(
-                ShardedModel.of(engine, module, chosen if self._is_one else _own(chosen, engine)),
-                number=number,
+        models = [
+            ShardedModel(engine, module, number=number).with_optimizers(
+                chosen if len(self.modules) == 1 else _own(chosen, engine)
             )
             for module, engine in zip(self.modules, map(engine_of, self.modules), strict=True)
         ]
+        for model in models:
+            model.wait_steps()
+        return models
 
-    @property
-    def _is_one(self) -> bool:
-        return len(self.modules) == 1
 
-
-def _own(optimizers: Iterable[Any], engine: Any) -> list[Any]:
+def _own(optimizers: Iterable[Any], engine: Engine) -> list[Any]:
     """The optimizers that hold a parameter of this module; all that are none."""
     return [
         optimizer
@@ -284,94 +311,3 @@ def _own(optimizers: Iterable[Any], engine: Any) -> list[Any]:
             id(t) in engine.by_sharded for group in optimizer.param_groups for t in group["params"]
         )
     ]
-
-
-def merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the state of all modules of a rank as one; param groups are those of `merge_groups`.
-
-    Raises `CheckpointError` for a name in two modules, and for gradients between micro-batches.
-    """
-    whole: dict[str, Any] = {}
-    for state in states:
-        if GRAD in state or PARTIAL in state:
-            raise CheckpointError(
-                "a pipeline that is saved between steps",
-                "gradients that no optimizer has stepped",
-                hint="call optimizer.step() and zero_grad() first",
-            )
-        for kind in (MODEL, MASTER):
-            own, new = whole.setdefault(kind, {}), state.get(kind, {})
-            twice = own.keys() & new.keys()
-            if twice:
-                hint = "give each stage the names of the whole model, such as blocks.7.weight"
-                raise CheckpointError(
-                    "names that differ", f"{min(twice)!r} in two stages", hint=hint
-                )
-            own.update(new)
-        for key, rows in state.get(COMPANION, {}).items():
-            whole.setdefault(COMPANION, {}).setdefault(key, {}).update(rows)
-        if OPTIM in state:
-            optim = whole.setdefault(OPTIM, {"state": {}, "param_groups": []})
-            optim["state"] |= state[OPTIM]["state"]
-            groups = [optim["param_groups"], state[OPTIM]["param_groups"]]
-            optim["param_groups"] = merge_groups(groups)
-    return {kind: entries for kind, entries in whole.items() if entries}
-
-
-def merge_groups(of_stages: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return param groups by number, each with the parameters of all stages."""
-    joined: list[dict[str, Any]] = []
-    for groups in of_stages:
-        for index, group in enumerate(groups):
-            if index == len(joined):
-                joined.append({**group, "params": []})
-            own = cast("list[str]", joined[index]["params"])
-            own += [name for name in group["params"] if name not in own]
-    return joined
-
-
-def collect_state(model: ShardedModel) -> dict[str, Any]:
-    """Return this rank's part of the shared state, as views, nested as torch's state dicts are.
-
-    Every rank returns tensors that all ranks hold (stage 0, scalars); torch's planner lets one rank
-    write each.
-    """
-    weights: dict[str, Any] = {}
-    master: dict[str, Any] = {}
-    for parameter in model.parameters():
-        weights[parameter.fqn] = parameter.wrap(parameter.local.detach())
-        if parameter.unit.master is not None:
-            master[parameter.fqn] = parameter.wrap(parameter.stepped)
-    notes = model.notes()
-    if model.is_first:
-        weights |= model.buffers() | notes
-        weights |= {name: part.get_extra_state() for name, part in model.extra_states().items()}
-    saved: dict[str, Any] = {MODEL: weights}
-    if master:
-        saved[MASTER] = master
-    if model.optimizers:
-        state = {
-            parameter.fqn: {key: plain(v) for key, v in entry.items() if v is not None}
-            for optimizer in model.optimizers
-            for parameter in model.stepped_by(optimizer)
-            if parameter.fqn not in model.left_out
-            if (entry := optimizer.state.get(parameter.sharded))
-        }
-        saved[OPTIM] = {"state": state, "param_groups": [_named(g, model) for g in model.groups()]}
-    for unit in model.engine.units:
-        means, partial = unit.gradient.accumulated()
-        for parameter, mean in means.items():
-            saved.setdefault(GRAD, {})[parameter.fqn] = parameter.wrap(mean)
-        for parameter, grad in partial.items():
-            own = saved.setdefault(PARTIAL, {}).setdefault(str(model.rank), {})
-            own[parameter.fqn] = grad
-    for key, rows in model.companion_rows().items():
-        saved.setdefault(COMPANION, {})[key] = {p.fqn: p.wrap(own) for p, own in rows}
-    return saved
-
-
-def _named(group: dict[str, Any], model: ShardedModel) -> dict[str, Any]:
-    """Return a param group with names in place of parameters."""
-    names = [model.parameter(tensor).fqn for tensor in group["params"]]
-    names = [name for name in names if name not in model.left_out]
-    return {**{key: plain(v) for key, v in group.items() if key != "params"}, "params": names}

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping, Set
-from types import MappingProxyType
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from onefold.checkpoint import contents
 from onefold.checkpoint.agreement import refuse_mismatches, shape_mismatches
-from onefold.checkpoint.contents import COMPANION, GRAD, MASTER, MODEL, OPTIM, PARTIAL, RANK
-from onefold.checkpoint.directory import Found
+from onefold.checkpoint.metadata import (
+    COMPANION,
+    GRAD,
+    MASTER,
+    MODEL,
+    OPTIM,
+    PARTIAL,
+    RANK,
+    Keys,
+    SavedTensor,
+)
+from onefold.checkpoint.source import Source
 from onefold.checkpoint.stages import ShardedModel
 from onefold.engine.joining import bind
 from onefold.engine.optimizer import OptimizerBinding
@@ -24,48 +31,42 @@ from onefold.errors import CheckpointError
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.unit import Unit
 
-Keys = tuple[Any, ...]
-"""The nested keys of a name, as in ("optim", "state", FQN, KEY)."""
-
 
 class Targets:
     """The tensors and objects that this rank reads of one checkpoint, and their use afterwards.
 
-    Raises `CheckpointError` for a checkpoint of another module, with all mismatches.
+    Raises `CheckpointError` for a checkpoint of another module, with all mismatches, of other param
+    groups, or of islands on another number of ranks.
     """
 
     def __init__(
-        self, model: ShardedModel, checkpoint: Found, metadata: Metadata,
-        elsewhere: Set[str] = frozenset(), others: Mapping[str, str] = MappingProxyType({}),
+        self, model: ShardedModel, source: Source, state: dict[str, Any], elsewhere: Set[str],
+        num_ranks: int,
     ) -> None:  # fmt: skip
-        """`elsewhere`: names of all stages of a pipeline, of which this module is one.
+        """`state`: that of this rank alone, of this module. `num_ranks`: that load together.
 
-        `others`: names of weights that the checkpoint has under another, first name.
+        `elsewhere`: names of all stages of a pipeline, of which this module is one.
         """
-        self.model = model
-        self._elsewhere = elsewhere
-        self._others = others
-        self.manifest = checkpoint.manifest
-        self.metadata = metadata
-        self._path = checkpoint.path
-        self._names = metadata.state_dict_metadata
-        notes = metadata.planner_data or {}
-        self._paths = {name: contents.path_of(name, notes.get(name, ())) for name in self._names}
-        self._states = {n: p[2:] for n, p in self._paths.items() if p[:2] == (OPTIM, "state")}
-        self._groups = {n: p for n, p in self._paths.items() if p[:2] == (OPTIM, "param_groups")}
+        self.model, self.source = model, source
+        self._state, self._elsewhere = state, elsewhere
+        self._is_same_world = source.saved_ranks == num_ranks
+        paths = source.paths.items()
+        self._names = source.paths.keys()
+        self._states = {n: p[2:] for n, p in paths if p[:2] == (OPTIM, "state")}
+        self._groups = {n: p for n, p in paths if p[:2] == (OPTIM, "param_groups")}
         self._prefix = self._find_prefix()
         self._extra_paths = self._find_extra_states()
-        self.saved_ranks = max(1, sum(name.startswith(f"{RANK}.") for name in self._names))
-        self.own_rank = model.rank % self.saved_ranks
-        engine = model.engine
-        is_same_world = self.saved_ranks == engine.context.everyone.world_size
+        self._values: dict[str, Any] = {}
+        everyone = model.engine.context.everyone
         # each rank goes on with its own partial gradients, or all of them are averaged
-        is_whole = (
-            engine.context.everyone is engine.group
-        )  # no model axis has cut partial gradients
-        keeps = is_whole and not engine.recipe.shards_parameters
-        self._keeps_partials = is_same_world and keeps
+        is_whole = everyone is model.engine.group  # no model axis has cut partial gradients
+        keeps = is_whole and not model.engine.recipe.shards_parameters
+        self._keeps_partials = source.saved_ranks == everyone.world_size and keeps
         self._refuse(self._model_mismatches() + self._optimizer_mismatches())
+        with source.believing("the param groups and companions"):
+            self._saved_groups = self._read_groups() if model.optimizers else []
+            self._compare_groups()
+            self._compare_companions()
 
     def _find_prefix(self) -> str:
         """Return the prefix of weights' names: `model.`, or none in a plain state dict."""
@@ -79,7 +80,7 @@ class Targets:
         skipped = 1 if self._prefix else 0
         paths = {
             name: path[skipped:] or (name.removeprefix(self._prefix),)
-            for name, path in self._paths.items()
+            for name, path in self.source.paths.items()
         }
         return {name: path for name, path in paths.items() if path[0] in known}
 
@@ -87,7 +88,7 @@ class Targets:
 
     def _refuse(self, mismatches: list[str]) -> None:
         refuse_mismatches(
-            f"checkpoint {str(self._path)!r} to match the module and its optimizers",
+            f"checkpoint {str(self.source.path)!r} to match the module and its optimizers",
             mismatches,
             hint="build the module and optimizers as for the run that saved it; "
             "without an optimizer only the weights are loaded",
@@ -97,9 +98,9 @@ class Targets:
         wanted = {p.fqn: p.shape for p in self.model.parameters()}
         wanted |= {name: tuple(value.shape) for name, value in self.model.buffers().items()}
         saved = {
-            name.removeprefix(self._prefix): tuple(saved.size)
-            for name, saved in self._names.items()
-            if isinstance(saved, TensorStorageMetadata) and name.startswith(self._prefix)
+            name.removeprefix(self._prefix): saved.shape
+            for name, saved in self.source.tensors.items()
+            if name.startswith(self._prefix)
         }
         known = wanted.keys() | self.model.aliases().keys() | self.model.notes().keys()
         known |= self._elsewhere
@@ -118,23 +119,31 @@ class Targets:
             return []
         if not any(name.startswith(f"{OPTIM}.") for name in self._names):
             return ["an optimizer to load, none in the checkpoint"]
+        manifest = self.source.manifest
         ours = [str(record) for record in self.model.records()]
-        theirs = [str(r) for r in self.manifest.optimizers] if self.manifest else ours
+        theirs = [str(r) for r in manifest.optimizers] if manifest else ours
         if ours != theirs:
             return [f"optimizers: {', '.join(ours)} to load, {', '.join(theirs)} in the checkpoint"]
         return []
 
-    def compare(self, objects: dict[str, Any]) -> None:
+    def _read_groups(self) -> list[dict[str, Any]]:
+        """Return the saved param groups: hyper-parameters, and the names of parameters."""
+        unnumbered = [name for name, path in self._groups.items() if not isinstance(path[2], int)]
+        self._refuse([f"{name}: param groups by number are wanted" for name in unnumbered])
+        groups = _nested(self._read(self._groups), self._groups).get(OPTIM, {})
+        return [{"params": [], **group} for group in groups.get("param_groups", [])]
+
+    def _compare_groups(self) -> None:
         """Raise `CheckpointError` unless param groups hold the parameters they were saved with."""
         if not self.model.optimizers:
             return
-        ours, theirs = self.model.groups(), self._saved_groups(objects)
+        ours, theirs = self.model.groups(), self._saved_groups
         if len(ours) != len(theirs):
             self._refuse([f"{len(ours)} param groups to load, {len(theirs)} in the checkpoint"])
         mismatches = []
         for index, (group, saved) in enumerate(zip(ours, theirs, strict=True)):
             here = {self.model.parameter(tensor).fqn for tensor in group["params"]}
-            here -= self._others.keys()  # the group of the first name has them
+            here -= self.source.aliases.keys()  # the group of the first name has them
             there = set(saved["params"]) - (self._elsewhere - here) - self.model.aliases().keys()
             mismatches += [f"{n}: in param group {index} here alone" for n in sorted(here - there)]
             mismatches += [
@@ -142,40 +151,38 @@ class Targets:
             ]
         self._refuse(mismatches)
 
-    def compare_companions(self, state: dict[str, Any], *, is_same_world: bool) -> None:
+    def _compare_companions(self) -> None:
         """Raise `CheckpointError` for islands that another number of ranks has saved."""
         alive = self.model.engine.companions.alive()
-        for key in [] if is_same_world else state.get("companions", {}):
+        for key in () if self._is_same_world else self._state.get("companions", {}):
             if key in alive and not alive[key].reshards:
+                got = f"{self.source.saved_ranks} ranks"
                 raise CheckpointError(
-                    f"{key!r} saved by as many ranks as load it", f"{self.saved_ranks} ranks",
+                    f"{key!r} saved by as many ranks as load it", got,
                     where=f"rank {self.model.rank}",
                     hint="load before onefold.islands: then islands start from the weights",
                 )  # fmt: skip
 
-    def _saved_groups(self, objects: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the saved param groups: hyper-parameters, and the names of parameters."""
-        unnumbered = [name for name, path in self._groups.items() if not isinstance(path[2], int)]
-        self._refuse([f"{name}: param groups by number are wanted" for name in unnumbered])
-        return _nested(objects, self._groups).get(OPTIM, {}).get("param_groups", [])
-
     # reading
 
-    def objects(self) -> dict[str, Any]:
-        """Return the names that are read before tensors: hyper-parameters, this rank's own."""
-        groups = self._groups if self.model.optimizers else {}
-        wanted = [*self._extra_paths, f"{RANK}.{self.own_rank}", *groups]
-        return {
-            name: _empty(saved) if isinstance(saved, TensorStorageMetadata) else None
-            for name in wanted
-            if (saved := self._names.get(name)) is not None
-        }
+    def _read(self, names: Sequence[str] | Keys | dict[str, Any]) -> dict[str, Any]:
+        """Read objects, and tensors that are small, by name."""
+        tensors = {n: _empty(t) for n in names if (t := self.source.tensors.get(n)) is not None}
+        self.source.fill(tensors)
+        return {n: tensors[n] if n in tensors else self.source.read_object(n) for n in names}
 
-    def tensors(self) -> dict[str, Any]:
-        """Return tensors to read into, by name: weights and buffers in place, the others new."""
+    def read(self) -> None:
+        """Read weights and buffers in place, gradients and optimizer states as new tensors."""
+        wanted = self._tensors()
+        self.source.fill({name: value for name, value in wanted.items() if value is not None})
+        objects = [name for name, value in wanted.items() if value is None]
+        self._values = wanted | self._read([*objects, *self._extra_paths])
+
+    def _tensors(self) -> dict[str, Any]:
+        """Return tensors to read into, by name; None for an object among an optimizer's states."""
         wanted: dict[str, Any] = {}
         for parameter in self.model.parameters():
-            wanted[self._source(parameter)] = parameter.wrap(parameter.stepped)
+            wanted[self._source_of(parameter)] = parameter.wrap(parameter.stepped)
             for name in self._gradients(parameter):
                 wanted[name] = self._gradient_target(name, parameter)
         for name, (parameter, _) in self._copies().items():
@@ -184,7 +191,7 @@ class Targets:
             wanted[self._prefix + name] = buffer
         for key, rows in self.model.companion_rows().items():
             named = {f"{COMPANION}.{key}.{p.fqn}": p.wrap(own) for p, own in rows}
-            wanted |= {name: own for name, own in named.items() if name in self._names}
+            wanted |= {name: own for name, own in named.items() if name in self.source.tensors}
         by_fqn: defaultdict[str, list[str]] = defaultdict(list)
         for name, (fqn, *_) in self._states.items():
             by_fqn[fqn].append(name)
@@ -205,22 +212,21 @@ class Targets:
         """
         if not self.model.optimizers:
             return {}
+        first = self.source.aliases
         by_fqn = {parameter.fqn: parameter for parameter in self.model.parameters()}
         return {
-            self._source(by_fqn[fqn], alias): (by_fqn[fqn], alias)
+            self._source_of(by_fqn[fqn], alias): (by_fqn[fqn], alias)
             for alias, fqn in self.model.aliases().items()
             if self._prefix + alias in self._names
-            and self._others.get(alias, alias) != self._others.get(fqn, fqn)
+            and first.get(alias, alias) != first.get(fqn, fqn)
         }
 
-    def _source(self, parameter: UnitParameter, fqn: str | None = None) -> str:
+    def _source_of(self, parameter: UnitParameter, fqn: str | None = None) -> str:
         """Return the weight's name if it has the dtype that is stepped, else its master's."""
         fqn = fqn or parameter.fqn
         weight, master = self._prefix + fqn, f"{MASTER}.{fqn}"
-        saved = self._names[weight]
-        assert isinstance(saved, TensorStorageMetadata), "mismatches were refused"
-        is_alike = saved.properties.dtype == parameter.unit.stepped.dtype
-        return weight if is_alike or master not in self._names else master
+        is_alike = self.source.tensors[weight].dtype == parameter.unit.stepped.dtype
+        return weight if is_alike or master not in self.source.tensors else master
 
     def _gradients(self, parameter: UnitParameter) -> list[str]:
         """Return the names of a parameter's gradients: the mean, and partials of own or all ranks.
@@ -229,9 +235,10 @@ class Targets:
         """
         if not self.model.optimizers:
             return []
-        ranks = [self.own_rank] if self._keeps_partials else range(self.saved_ranks)
+        ranks = range(self.source.saved_ranks)
+        ranks = [self.model.rank % len(ranks)] if self._keeps_partials else ranks
         partial = [f"{PARTIAL}.{rank}.{parameter.fqn}" for rank in ranks]
-        return [n for n in (f"{GRAD}.{parameter.fqn}", *partial) if n in self._names]
+        return [n for n in (f"{GRAD}.{parameter.fqn}", *partial) if n in self.source.tensors]
 
     def _is_kept_partial(self, name: str) -> bool:
         return self._keeps_partials and name.startswith(f"{PARTIAL}.")
@@ -248,10 +255,10 @@ class Targets:
         flats: dict[tuple[Unit, Any], Tensor],
     ) -> Tensor | None:  # fmt: skip
         """Return room for one state: rows of a unit's flat tensor that is stepped, or a tensor."""
-        saved = self._names[name]
-        if not isinstance(saved, TensorStorageMetadata):
+        saved = self.source.tensors.get(name)
+        if saved is None:
             return None
-        is_like_weight = tuple(saved.size) == parameter.shape != ()
+        is_like_weight = saved.shape == parameter.shape != ()
         unit = parameter.unit
         if not is_like_weight or not binding.is_elementwise:
             return _empty(saved, unit.context.store.device)
@@ -265,84 +272,91 @@ class Targets:
 
     # afterwards
 
-    def finish(self, objects: dict[str, Any], tensors: dict[str, Any]) -> None:
+    def finish(self) -> None:
         """Hand the values that were read to the engine, the module and the optimizers."""
-        engine = self.model.engine
+        engine, values = self.model.engine, self._values
         self._refuse(
             [
                 f"{alias}: other values than {parameter.fqn}, with which the module ties it"
                 for name, (parameter, alias) in self._copies().items()
-                if not torch.equal(parameter.unwrap(tensors[name]), parameter.stepped)
+                if not torch.equal(parameter.unwrap(values[name]), parameter.stepped)
             ]
         )
         for unit in engine.units:
             unit.replaced()
             unit.forget()
         engine.mend()
-        extra_states = _nested(objects, self._extra_paths)
+        with self.source.believing("the extra state of modules"):
+            extra_states = _nested(values, self._extra_paths)
         for name, part in self.model.extra_states().items():
             if name in extra_states:
                 part.set_extra_state(extra_states[name])
-        if self.manifest is not None:
-            engine.ledger.resume(self.manifest.step)
+        if self.source.manifest is not None:
+            engine.ledger.resume(self.source.manifest.step)
         for unit in engine.units:
-            self._restore_gradients(unit, tensors)
-        if self.model.optimizers:
-            self._restore_optimizers(objects, tensors)
+            self._restore_gradients(unit)
+        with self.source.believing("the optimizers' state"):
+            self._restore_optimizers()
+        self._values = {}
 
-    def resume(self, state: dict[str, Any], *, is_same_world: bool) -> None:
-        """Hand on the state of this rank alone, see `ShardedModel.rank_state`.
+    def resume(self) -> None:
+        """Hand on the state of this rank alone: that of no parameter, and that of companions.
 
         A collective where islands resume.
         """
-        for optimizer, common in zip(self.model.optimizers, state.get("common", ()), strict=False):
-            for key, value in common.items():
+        with self.source.believing("the state of this rank"):
+            self._resume()
+
+    def _resume(self) -> None:
+        common = self._state.get("common", ())
+        for optimizer, entries in zip(self.model.optimizers, common, strict=False):
+            for key, value in entries.items():
                 optimizer.state[key] = value
         companions = self.model.engine.companions
         alive, waiting = companions.alive(), dict[str, dict[str, Any]]()
         companions.leave(waiting)
-        for key, saved in state.get("companions", {}).items():
+        for key, saved in self._state.get("companions", {}).items():
             if key in alive:
                 alive[key].resume(saved)
-            elif is_same_world and not self._has_rows(key):
+            elif self._is_same_world and not self._has_rows(key):
                 waiting[key] = saved
             elif self.model.rank == 0:
                 warnings.warn(
                     f"{key!r} of the checkpoint is not loaded. hint: call onefold.ema before "
                     "onefold.load; islands resume at the number of ranks that saved them",
-                    stacklevel=6,
+                    stacklevel=8,
                 )
 
     def _has_rows(self, key: str) -> bool:
         return any(name.startswith(f"{COMPANION}.{key}.") for name in self._names)
 
-    def _restore_optimizers(self, objects: dict[str, Any], tensors: dict[str, Any]) -> None:
-        for group, saved in zip(self.model.groups(), self._saved_groups(objects), strict=True):
+    def _restore_optimizers(self) -> None:
+        for group, saved in zip(self.model.groups(), self._saved_groups, strict=False):
             _restore_group(group, saved)
-        states = _nested(tensors, self._states)
+        states = _nested(self._values, self._states)
         for optimizer in self.model.optimizers:
             for parameter in self.model.stepped_by(optimizer):
                 optimizer.state.pop(parameter.sharded, None)
                 if parameter.fqn in states:
                     optimizer.state[parameter.sharded] = states[parameter.fqn]
 
-    def _restore_gradients(self, unit: Unit, tensors: dict[str, Any]) -> None:
+    def _restore_gradients(self, unit: Unit) -> None:
         means: dict[UnitParameter, Tensor] = {}
         partial: dict[UnitParameter, Tensor] = {}
         for parameter in unit.parameters:
             for name in self._gradients(parameter):
                 if self._is_kept_partial(name):
-                    partial[parameter] = tensors[name]
+                    partial[parameter] = self._values[name]
                     continue
-                own = parameter.unwrap(tensors[name])
+                own = parameter.unwrap(self._values[name])
                 if name.startswith(f"{PARTIAL}."):
-                    own = own / self.saved_ranks
+                    own = own / self.source.saved_ranks
                 means[parameter] = means[parameter] + own if parameter in means else own
         unit.gradient.restore(means, partial)
 
 
-def _empty(saved: TensorStorageMetadata, device: torch.device | None = None) -> Tensor:
-    return torch.empty(tuple(saved.size), dtype=saved.properties.dtype, device=device)
+def _empty(saved: SavedTensor, device: torch.device | None = None) -> Tensor:
+    return torch.empty(saved.shape, dtype=saved.dtype, device=device)
 
 
 def _blank(unit: Unit, binding: OptimizerBinding) -> Tensor:

@@ -84,8 +84,7 @@ class MovingAverage:
         Waits for offloaded steps that run in the background.
         """
         for unit, average in self._ready("update"):
-            is_number = average.dtype.is_floating_point and not unit.spec.is_packed
-            if self.num_updates == 0 or not is_number:
+            if self.num_updates == 0 or not _is_number(unit):
                 average.copy_(unit.stepped)
             else:
                 average.lerp_(unit.stepped.to(average), 1 - self.decay)
@@ -217,10 +216,15 @@ class MovingAverage:
 def _buffer_of(unit: Unit) -> Buffer:
     """Room for the average of a unit: [own rows], where its master is or would be."""
     stepped, dtype = unit.stepped, unit.stepped.dtype
-    is_number = dtype.is_floating_point and not unit.spec.is_packed
-    if is_number and dtype.itemsize < torch.float32.itemsize:
-        dtype = torch.float32
+    if _is_number(unit):
+        dtype = torch.promote_types(dtype, torch.float32)
     ledger = unit.context.ledger
     average = Buffer(len(stepped), dtype, Kind.AVERAGE, unit.state_store, ledger)
     unit.averages.append(ref(average))
     return average
+
+
+def _is_number(unit: Unit) -> bool:
+    """True where weights have averages: not for integers, nor for packed weights."""
+    dtype = unit.stepped.dtype
+    return (dtype.is_floating_point or dtype.is_complex) and not unit.spec.is_packed

@@ -23,10 +23,13 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-from onefold.errors import ConfigError, StateError, expected
+from onefold.errors import ConfigError, StateError, WireError, expected
 
 MAX_TRIES = 3
 """Attempts of one round among islands that all answer, before it is dropped."""
+
+MOST_HELLO_NBYTES = 1 << 26
+"""What an introduction may grow to: a line for each of half a million parameters."""
 
 KEPT_RECORDS = 64
 """Records behind the last one that stay in the store."""
@@ -94,7 +97,16 @@ class Hello:
     @staticmethod
     def loads(text: bytes) -> Hello:
         """The introduction of a text."""
-        return Hello(**json.loads(zlib.decompress(b64decode(text))))
+        try:
+            inflater = zlib.decompressobj()
+            fields = json.loads(inflater.decompress(b64decode(text), MOST_HELLO_NBYTES))
+            return Hello(**fields)
+        except (RecursionError, TypeError, ValueError, zlib.error) as error:
+            raise WireError(
+                f"the introduction of an island, of at most {MOST_HELLO_NBYTES} bytes",
+                f"{type(error).__name__}: {str(error)[:100]}",
+                hint="another program writes to this store; start it with a secret",
+            ) from error
 
 
 class Journal:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +16,7 @@ from onefold.errors import ConfigError, WireError, expected
 from onefold.layout.cut import Cut, cut_of
 from onefold.outer.anchors import Share
 from onefold.outer.connections import IslandLinks, Station
+from onefold.outer.gate import SECRET, connect
 from onefold.outer.journal import Hello, Journal, JournalRecord, Vote, raise_problem
 from onefold.outer.parcels import ParcelMessage, ShareRows, parcels_of
 from onefold.wire import together
@@ -199,7 +199,8 @@ _TURN_S = 1.0
 class Meeting:
     """Where islands that are separate jobs meet: a store that outlives each of them.
 
-    `onefold meet --port 29400` runs one, on a host that all ranks reach.
+    `onefold meet --host 10.0.0.1 --port 29400` runs one, on a host that all ranks reach. Ranks have
+    the environment variable ONEFOLD_SECRET that it has.
 
     Args:
         address: "HOST:PORT" of the store.
@@ -231,11 +232,12 @@ class Meeting:
         """Connect to the store; also return the address of this host on the way to it."""
         host, _, port = self.address.rpartition(":")
         try:
-            store = dist.TCPStore(
-                host, int(port), is_master=False, timeout=timedelta(seconds=timeout)
+            store = connect(host, int(port), timeout)
+        except (OSError, RuntimeError) as error:
+            hint = (
+                f"start it with `onefold meet --host HOST --port PORT`; all ranks must reach it, "
+                f"and have its {SECRET}"
             )
-        except RuntimeError as error:
-            hint = "start it with `onefold meet --port PORT`; all ranks must reach it"
             raise WireError(
                 f"a store at {self.address}", str(error).splitlines()[0], hint=hint
             ) from error

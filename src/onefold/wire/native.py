@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from onefold.errors import WireError
 from onefold.wire.kernels.library import Kernel
 
 
@@ -36,6 +37,9 @@ class _Message(ctypes.Structure):
         ("is_rotated", ctypes.c_int32),
         ("is_bf16", ctypes.c_int32),
         ("adds", ctypes.c_int32),
+        ("num_scales", ctypes.c_int64),
+        ("num_bytes", ctypes.c_int64),
+        ("num_values", ctypes.c_int64),
     ]
 
 
@@ -48,6 +52,7 @@ class CodecKernel(Kernel):
         super().__init__(library, index, name)
         self._encode = self._function("onefold_codec_encode", ctypes.c_void_p)
         self._decode = self._function("onefold_codec_decode", ctypes.c_void_p)
+        self._encode.restype = self._decode.restype = ctypes.c_int
 
     @staticmethod
     def takes(word: str, values: Tensor) -> bool:
@@ -75,8 +80,14 @@ class CodecKernel(Kernel):
             parts.is_rotated,
             values.dtype == torch.bfloat16,
             adds,
+            *(tensor.numel() for tensor in tensors),
         )
-        call(self._index, ctypes.addressof(message))
+        if call(self._index, ctypes.addressof(message)):
+            sizes = f"{len(parts.scales)} scales and {len(parts.payload)} bytes"
+            raise WireError(
+                f"the scales and payload of {len(values)} elements in groups of {parts.group}",
+                sizes, hint="ranks must send messages of the same codec and size",
+            )  # fmt: skip
 
 
 @cache

@@ -22,21 +22,16 @@ from typing import IO, Any
 
 import torch
 from torch import nn
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
 from onefold.checkpoint.agreement import first
-from onefold.checkpoint.contents import MODEL
 from onefold.checkpoint.directory import find
 from onefold.checkpoint.load import load
-from onefold.checkpoint.offline import inspect
+from onefold.checkpoint.metadata import MODEL
 from onefold.checkpoint.save import save
-from onefold.checkpoint.storage import Reader, ReadPlanner, first_failure, planning, read_metadata
+from onefold.checkpoint.source import open_source
 from onefold.engine.registry import engine_of
 from onefold.errors import CheckpointError
-from onefold.wire.collectives import Group
 
 _KEY = "lightning"
 _TIED = "tied"
@@ -97,22 +92,16 @@ def as_file(path: str | os.PathLike[str], *, weights_only: bool | None = None) -
         >>> with onefold.lightning.as_file("last.ckpt") as file:
         ...     module = MyModule.load_from_checkpoint(file)
     """
-    directory = find(Path(path).absolute())[0]
-    extra = inspect(directory.path, verify=False).extra
+    source = open_source(find(Path(path).absolute())[0])
+    extra = source.rank_state(0).get("extra")
     if not isinstance(extra, dict) or _KEY not in extra:
         raise _of_another(Path(path))
-    metadata = read_metadata(directory)
-    weights: dict[str, Any] = {
-        name: torch.empty(saved.size, dtype=saved.properties.dtype)
-        for name, saved in metadata.state_dict_metadata.items()
-        if name.startswith(f"{MODEL}.") and isinstance(saved, TensorStorageMetadata)
+    weights = {
+        name: torch.empty(saved.shape, dtype=saved.dtype)
+        for name, saved in source.tensors.items()
+        if name.startswith(f"{MODEL}.")
     }
-    try:
-        with planning():
-            reader = Reader(directory, metadata)
-            dcp.load(weights, storage_reader=reader, planner=ReadPlanner(), no_dist=True)
-    except CheckpointException as error:
-        raise first_failure(error, Group.of(None)) from error
+    source.fill(weights)
     state = {name.removeprefix(f"{MODEL}."): value for name, value in weights.items()}
     state |= {name: state[first] for name, first in extra.get(_TIED, {}).items()}
     rest = torch.load(io.BytesIO(extra[_KEY]), map_location="cpu", weights_only=weights_only)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import threading
 from collections.abc import Sequence
 
 from onefold.app.cli.arguments import SubParsers, add_json
-from onefold.errors import WireError
+from onefold.errors import ConfigError, WireError
 
 DESCRIPTION = """\
 Run the store where islands meet, until it is stopped. It keeps a few kilobytes for each run of
-`onefold.islands`, and outlives the islands: one that ended can join again."""
+`onefold.islands`, and outlives the islands: one that ended can join again. It listens at --host
+alone. Where that is no address of this host alone, ONEFOLD_SECRET must be set: only ranks with the
+same one reach the store."""
 
 
 def add_to(commands: SubParsers) -> None:
@@ -20,23 +23,32 @@ def add_to(commands: SubParsers) -> None:
     summary = "run the store where islands meet"
     parser = commands.add_parser("meet", help=summary, description=DESCRIPTION)
     parser.set_defaults(run=run)
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen at, one of this host"
+    )
     parser.add_argument("--port", type=int, default=29400, help="port to listen on; 0: a free one")
     add_json(parser)
 
 
 def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     """Listen until the process is stopped."""
-    import torch.distributed as dist
+    from onefold.outer.gate import SECRET, open_store
 
+    host = arguments.host
+    if not host.startswith("127.") and not os.environ.get(SECRET):
+        hint = f"{SECRET}=... onefold meet --host {host}, and the same {SECRET} on all ranks"
+        raise ConfigError(f"a shared secret in {SECRET}, to listen at {host}", "none", hint=hint)
     try:
-        store = dist.TCPStore("0.0.0.0", arguments.port, is_master=True, wait_for_workers=False)
-    except (RuntimeError, ValueError, OverflowError) as error:
+        store, port = open_store(host, arguments.port)
+    except (OSError, RuntimeError, ValueError, OverflowError) as error:
         reason = str(error).splitlines()[0]
         hint = "take another port with --port; 0 takes a free one"
-        raise WireError(f"port {arguments.port} to be free", reason, hint=hint) from error
+        wanted = f"port {arguments.port} of {host} to be free"
+        raise WireError(wanted, reason, hint=hint) from error
     if arguments.json:
-        print(json.dumps({"port": store.port}), flush=True)
+        print(json.dumps({"port": port}), flush=True)
     else:
-        print(f"islands meet at port {store.port}", flush=True)
+        print(f"islands meet at {host}, port {port}", flush=True)
     threading.Event().wait()
+    del store
     return 0

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 import onefold
+from onefold.checkpoint.checked_files import nbytes_of
 from onefold.checkpoint.directory import find
 from onefold.checkpoint.offline import export
 from onefold.checkpoint.safetensors import PretrainedFiles
@@ -76,13 +77,14 @@ def is_checkpoint(path: Path) -> bool:
     """True for a checkpoint of `onefold.save`, or a directory of them."""
     try:
         return bool(find(path))
-    except CheckpointError:
+    except (CheckpointError, OSError):
         return False
 
 
 def _of_files(model: str) -> Source:
     path = Path(model)
     if path.is_dir():
+        _check_files(path)
         config = path / CONFIG
         if config.exists():
             _check_config(config)
@@ -99,10 +101,23 @@ def _of_files(model: str) -> Source:
     return Source(model, None, None)
 
 
+def _check_files(folder: Path) -> None:
+    """Raise `CheckpointError` for a pipe or a device, which would be read without end."""
+    for path in folder.iterdir():
+        try:
+            if not path.is_dir():
+                nbytes_of(path)
+        except OSError as error:
+            hint = "download or save the folder again"
+            wanted = f"regular files in {str(folder)!r}"
+            raise CheckpointError(wanted, f"{path.name!r}: {error.strerror}", hint=hint) from error
+
+
 def _check_config(path: Path) -> None:
     try:
+        nbytes_of(path)
         config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         hint = "pass the config.json itself, or the folder that holds it"
         wanted = f"a readable Hugging Face config.json at {str(path)!r}"
         raise ConfigError(wanted, described(error), hint=hint) from error
@@ -130,7 +145,7 @@ def build(source: Source, *, has_values: bool = False) -> nn.Module:
 def skeleton(source: Source, *, has_values: bool = False) -> nn.Module:
     """Build the module without its files' values."""
     if source.config is not None:
-        module = _of_config(source.config, has_values=has_values and source.files is None)
+        module = _of_config(source, source.config, has_values=has_values and source.files is None)
     elif source.files is not None:
         module = _byte_gpt(source.files)
     else:
@@ -140,7 +155,7 @@ def skeleton(source: Source, *, has_values: bool = False) -> nn.Module:
     return module.eval()
 
 
-def _of_config(path: Path, *, has_values: bool) -> nn.Module:
+def _of_config(source: Source, path: Path, *, has_values: bool) -> nn.Module:
     try:
         with no_garbage():  # collecting garbage is a quarter of transformers' import time
             from transformers import (
@@ -149,18 +164,31 @@ def _of_config(path: Path, *, has_values: bool) -> nn.Module:
                 AutoModelForSeq2SeqLM,
                 GenerationConfig,
             )
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        if source.files is not None:
+            _check_layers(config, source.files)
         kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         with nullcontext() if has_values else torch.device("meta"):
-            module = kind.from_config(config)
+            module = kind.from_config(config, trust_remote_code=False)
         if (path.parent / "generation_config.json").exists():
             given = GenerationConfig.from_pretrained(path.parent, local_files_only=True)
             module.generation_config = given
+    except CheckpointError:
+        raise
     except Exception as error:
         wanted = f"{str(path)!r} to describe a language model that generates"
         hint = "AutoModelForCausalLM.from_config must be able to build it"
         raise ConfigError(wanted, described(error), hint=hint) from error
     return module
+
+
+def _check_layers(config: Any, folder: Path) -> None:
+    """Raise `CheckpointError` for more layers than tensors: building them might never end."""
+    num_tensors = len(PretrainedFiles(folder).places)
+    layers = getattr(config, "num_hidden_layers", 0)
+    if not isinstance(layers, int) or layers > num_tensors:
+        wanted = f"a {CONFIG} of at most {num_tensors} layers, one a tensor, in {str(folder)!r}"
+        raise CheckpointError(wanted, f"{layers!r:.40}", hint="download or save the folder again")
 
 
 def _byte_gpt(folder: Path) -> nn.Module:
@@ -195,7 +223,7 @@ def tokenizer_of(source: Source) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         hint = "without tokenizer files, bytes are the tokens"
         wanted = f"a tokenizer that loads in {str(folder)!r}"

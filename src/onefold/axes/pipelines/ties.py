@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from onefold.axes.clipping import IS_COPY
-from onefold.checkpoint.contents import TIE, TiedCopy
+from onefold.checkpoint.stages import TIE, TiedCopy
 from onefold.engine.engine import Engine
 from onefold.errors import ConfigError
 from onefold.unit.parameter import UnitParameter

@@ -233,9 +233,11 @@ def _from_config(model: str, seq: int) -> nn.Module:
         with no_garbage():  # collecting garbage is a quarter of transformers' import time
             from transformers import AutoConfig, AutoModelForCausalLM
 
-            config = AutoConfig.from_pretrained(_config_path(model), local_files_only=True)
+            config = AutoConfig.from_pretrained(
+                _config_path(model), local_files_only=True, trust_remote_code=False
+            )
             config.use_cache = False
-            return AutoModelForCausalLM.from_config(config)
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:
         raise ConfigError(
             f"{model!r} to describe a causal language model",

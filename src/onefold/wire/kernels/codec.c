@@ -23,7 +23,18 @@ struct message {
     uint8_t *payload;     /* [numel], or [ceil(numel / 2)] */
     void *values;         /* [numel] */
     int32_t is_int4, is_rotated, is_bf16, adds;
+    int64_t num_scales, num_bytes, num_values; /* how many there is room for */
 };
+
+/* Whether groups fit into the buffers of a loop, and the message into its own. */
+static bool fits(const struct message *m)
+{
+    if (m->numel < 0 || m->group < WIDTH || m->group > MAX_GROUP || m->group % WIDTH)
+        return false;
+    int64_t groups = m->numel / m->group + (m->numel % m->group != 0);
+    int64_t nbytes = m->is_int4 ? m->numel / 2 + m->numel % 2 : m->numel;
+    return m->num_scales >= groups && m->num_bytes >= nbytes && m->num_values >= m->numel;
+}
 
 INLINED uint32_t bits_of(float value)
 {
@@ -259,16 +270,21 @@ const char *onefold_codec_name(int index)
     return index < find_kernels(found) ? found[index].name : NULL;
 }
 
-void onefold_codec_encode(int index, const struct message *message)
+/* Both return 0, or 1 for a message that does not fit, of which nothing is written. */
+int onefold_codec_encode(int index, const struct message *message)
 {
     struct kernels found[3];
-    if (index < find_kernels(found))
+    bool is_good = index >= 0 && index < find_kernels(found) && fits(message);
+    if (is_good)
         found[index].encode(message);
+    return !is_good;
 }
 
-void onefold_codec_decode(int index, const struct message *message)
+int onefold_codec_decode(int index, const struct message *message)
 {
     struct kernels found[3];
-    if (index < find_kernels(found))
+    bool is_good = index >= 0 && index < find_kernels(found) && fits(message);
+    if (is_good)
         found[index].decode(message);
+    return !is_good;
 }

@@ -1,0 +1,240 @@
+"""Fuzz the readers of checkpoints and weight files: any bytes are accepted or a `CheckpointError`.
+
+    python benchmarks/fuzz.py --seconds 60 --seed 1            a mutator of our own, on every reader
+    python benchmarks/fuzz.py --atheris object -runs=1000000   libFuzzer, where atheris is installed
+
+Every input has 5 seconds and 8 GiB of addresses. An input that ends otherwise is written to
+`--keep` and printed. Readers: metadata, manifest, object, tensor, safetensors; and `onefold.load`
+of a checkpoint whose metadata or data changed, with checksums that are right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import resource
+import shutil
+import signal
+import sys
+import time
+import warnings
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import FunctionType
+from typing import Any
+
+import torch
+
+import onefold
+from onefold.checkpoint import archives, directory, metadata, safetensors, unpickling
+from onefold.checkpoint.archives import elements_of
+from onefold.checkpoint.checked_files import BLOCK_NBYTES, FileRecord
+from onefold.checkpoint.directory import METADATA, find, read_manifest
+from onefold.checkpoint.metadata import Piece, read_listing
+from onefold.checkpoint.safetensors import PretrainedFiles
+from onefold.checkpoint.source import open_source
+from onefold.checkpoint.unpickling import read_object
+from onefold.errors import CheckpointError
+
+LIMIT_S, LIMIT_NBYTES = 5, 8 << 30
+NUMBERS = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFFFFFF, 0xFFFFFFFF, 1 << 62, (1 << 64) - 1)
+
+Read = Callable[[bytes], object]
+
+
+class Bytes:
+    """Stands in for `BlockReader`: a file in memory."""
+
+    name = "fuzzed"
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        return self.data[offset : offset + nbytes]
+
+
+def readers(folder: Path) -> dict[str, tuple[bytes, Read]]:
+    """Return, for each reader, good bytes and a call that reads others."""
+    module = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 2))
+    optimizer = torch.optim.AdamW(module.parameters())
+    onefold.shard(module, optimizer)
+    module(torch.ones(2, 16)).sum().backward()
+    optimizer.step()
+    onefold.save(folder / "run", module, optimizer, extra={"step": 1, "names": ["a", "b"]})
+    onefold.save_pretrained(module, folder / "weights")
+    source = open_source(find(folder / "run")[0])
+    good = source.manifest
+    assert good is not None, "onefold.save writes one"
+    piece = source.tensors["model.0.weight"].pieces[0]
+    data = (folder / "run" / piece.place.file).read_bytes()
+    own = source.objects["rank.0"]
+    changed = folder / "changed"
+    changed.mkdir()
+
+    def manifest(body: bytes) -> object:
+        head = f'{{"crc32":"{zlib.crc32(body):08x}","manifest":\n'.encode()
+        (changed / "manifest.json").write_bytes(head + body + b"}\n")
+        return read_manifest(changed)
+
+    def tensor(archive: bytes) -> object:
+        place = piece.place.__class__("fuzzed", 0, len(archive))
+        reader = Bytes(archive)
+        whole = Piece(piece.offsets, piece.sizes, place)
+        return elements_of(reader, whole, torch.float32)  # type: ignore[arg-type]
+
+    def weights(file: bytes) -> object:
+        (changed / "model.safetensors").write_bytes(file)
+        files = PretrainedFiles(changed)
+        return [
+            files.box(name, ((0,) * len(s), s)) for name in files.places if (s := files.shape(name))
+        ]
+
+    def loading(name: str) -> Read:
+        def load(data: bytes) -> object:
+            blocks = (data[at : at + BLOCK_NBYTES] for at in range(0, len(data), BLOCK_NBYTES))
+            record = FileRecord(len(data), "".join(f"{zlib.crc32(block):08x}" for block in blocks))
+            path = loaded[name]
+            (path / name).write_bytes(data)
+            files = {**source.files, name: record}
+            (path / "manifest.json").write_bytes(replace(good, files=files).encode())
+            return onefold.load(path, module, optimizer)
+
+        return load
+
+    loaded = {name: folder / f"loaded{index}" for index, name in enumerate(source.files)}
+    for path in loaded.values():
+        shutil.copytree(folder / "run", path)
+    body = (folder / "run" / "manifest.json").read_bytes().partition(b"\n")[2].removesuffix(b"}\n")
+    return {
+        "metadata": (
+            (folder / "run" / METADATA).read_bytes(),
+            lambda data: read_listing(data, source.files, "metadata"),
+        ),
+        "manifest": (body, manifest),
+        "object": (
+            data[own.start : own.start + own.length],
+            lambda archive: read_object(archive, "fuzzed"),
+        ),
+        "tensor": (data[piece.place.start : piece.place.range[1]], tensor),
+        "load metadata": ((folder / "run" / METADATA).read_bytes(), loading(METADATA)),
+        "load data": (data, loading(piece.place.file)),
+        "safetensors": ((folder / "weights" / "model.safetensors").read_bytes(), weights),
+    }
+
+
+def mutated(good: bytes, draw: random.Random) -> bytes:
+    """Change a few bytes: flip, insert, delete, copy, cut, or write a number."""
+    data = bytearray(good)
+    for _ in range(draw.choice((1, 1, 1, 2, 4, 16))):
+        at = draw.randrange(len(data) + 1) if draw.random() < 0.5 else draw.randrange(
+            min(len(data), 600) + 1
+        )  # fmt: skip
+        end = min(len(data), at + draw.choice((1, 1, 2, 4, 8, 64)))
+        kind = draw.randrange(7)
+        if kind == 0 and at < len(data):
+            data[at] ^= 1 << draw.randrange(8)
+        elif kind == 1:
+            data[at:end] = draw.randbytes(end - at)
+        elif kind == 2:
+            del data[at:end]
+        elif kind == 3:
+            data[at:at] = draw.randbytes(draw.choice((1, 2, 8)))
+        elif kind == 4:
+            other = draw.randrange(len(data) + 1)
+            data[at:end] = data[other : other + draw.choice((1, 8, 64))]
+        elif kind == 5:
+            size = draw.choice((1, 2, 4, 8))
+            number = draw.choice(NUMBERS) & ((1 << 8 * size) - 1)
+            data[at : at + size] = number.to_bytes(size, draw.choice(("little", "big")))
+        else:
+            del data[draw.randrange(len(data) + 1) :]
+    return bytes(data)
+
+
+def attempt(read: Read, data: bytes) -> str:
+    """Read one input; return "accepted", "refused", or what went wrong."""
+    signal.alarm(LIMIT_S)
+    try:
+        read(data)
+    except CheckpointError:
+        return "refused"
+    except BaseException as error:
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    finally:
+        signal.alarm(0)
+    return "accepted"
+
+
+def late(*_: object) -> None:
+    raise TimeoutError(f"longer than {LIMIT_S} s")
+
+
+def with_atheris(name: str, arguments: list[str], good: bytes, read: Read) -> None:
+    """Let libFuzzer find inputs from a good one; it ends the process at the first that is wrong."""
+    atheris: Any = import_module("atheris")
+
+    def one(data: bytes) -> None:
+        end = attempt(read, data)
+        if end not in ("accepted", "refused"):
+            raise AssertionError(f"{name}: {end}")
+
+    for module in (unpickling, metadata, archives, directory, safetensors):
+        for value in vars(module).values():
+            if isinstance(value, FunctionType) and value.__module__ == module.__name__:
+                atheris.instrument_func(value)
+    with TemporaryDirectory() as corpus:
+        Path(corpus, "good").write_bytes(good)
+        atheris.Setup([sys.argv[0], *arguments, corpus], one)
+        atheris.Fuzz()
+
+
+def main() -> int:
+    """Fuzz until the time is over; exit 1 if an input went wrong."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, default=Path("fuzzed"))
+    parser.add_argument("--atheris", default="", help="a reader; other arguments are libFuzzer's")
+    arguments, others = parser.parse_known_args()
+    signal.signal(signal.SIGALRM, late)
+    warnings.simplefilter("ignore")
+    wrong = 0
+    with TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+        known = readers(Path(folder))
+        resource.setrlimit(resource.RLIMIT_AS, (LIMIT_NBYTES, LIMIT_NBYTES))
+        if arguments.atheris:
+            with_atheris(arguments.atheris, others, *known[arguments.atheris])
+        draw, ends, start = (
+            random.Random(arguments.seed),
+            Counter[tuple[str, str]](),
+            time.monotonic(),
+        )
+        slowest = 0.0
+        while time.monotonic() - start < arguments.seconds:
+            for name, (good, read) in known.items():
+                data = mutated(good, draw)
+                began = time.monotonic()
+                end = attempt(read, data)
+                slowest = max(slowest, time.monotonic() - began)
+                if end not in ("accepted", "refused"):
+                    wrong += 1
+                    arguments.keep.mkdir(exist_ok=True)
+                    path = arguments.keep / f"{name}-{zlib.crc32(data):08x}"
+                    path.write_bytes(data)
+                    print(f"{path}: {end}", flush=True)
+                    end = "wrong"
+                ends[name, end] += 1
+    for (name, end), count in sorted(ends.items()):
+        print(f"{name:14} {end:9} {count:,d}")
+    print(f"{sum(ends.values()):,d} inputs, {wrong} wrong, the slowest {slowest:.3f} s")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""Any bytes in place of a checkpoint are a `CheckpointError`, soon, and run no code."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import onefold
+from onefold import CheckpointError
+from onefold.checkpoint.offline import export, inspect
+from tests.support.hostile import CASES, PRETRAINED, PWNED, built, save_good
+
+LIMIT_S = 5
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hostile") / "good"
+    module, optimizer = save_good(folder)
+    onefold.save_pretrained(module, folder.parent / "pretrained")
+    return folder, module, optimizer
+
+
+def outcome(act: Callable[[], object]) -> str:
+    """The name of what a call ends in."""
+    start = time.monotonic()
+    try:
+        act()
+    except CheckpointError:
+        end = "refused"
+    except BaseException as error:
+        end = f"{type(error).__name__}: {str(error)[:200]}"
+    else:
+        end = "accepted"
+    return end if time.monotonic() - start < LIMIT_S else f"{end} late"
+
+
+def test_the_good_checkpoint_is_accepted(good):
+    folder, module, optimizer = good
+    assert onefold.load(folder, module, optimizer) == {"a": 1}
+    assert inspect(folder, verify=True).is_verified
+    onefold.load_pretrained(module, folder.parent / "pretrained")
+
+
+# what no list of a checkpoint's parts shows: `inspect` has no module to compare with
+MISSING = {
+    "metadata names fewer", "metadata group of a huge number", "archive lr text",
+    "archive params numbers", "metadata dtype int32",
+    "archive modules that are none", "archive random that is none",
+}  # fmt: skip
+
+
+def test_every_hostile_checkpoint_is_refused_in_time(good, tmp_path):
+    """By `load`, `inspect` and `export`; and the good one loads afterwards."""
+    folder, module, optimizer = good
+    wrong = []
+    for number, (name, act) in enumerate(CASES.items()):
+        path = tmp_path / str(number) / "made-up"
+        shutil.copytree(folder, path)
+        act(path)
+        ends = {"load": outcome(lambda p=path: onefold.load(p, module, optimizer))}
+        ends["newest"] = outcome(lambda p=path: onefold.load(p.parent, module, optimizer))
+        ends["inspect"] = outcome(lambda p=path: inspect(p, verify=True))
+        for call, end in ends.items():
+            if end != "refused" and not (end == "accepted" and _may_pass(name, call)):
+                wrong.append(f"{name}: {call}: {end}")
+        end = outcome(lambda p=path: export(p, p.parent / "exported"))
+        if end not in ("refused", "accepted"):
+            wrong.append(f"{name}: export: {end}")
+        assert not list(tmp_path.rglob(PWNED)), name
+    assert not wrong, "\n".join(wrong)
+    assert len(CASES) >= 61
+    assert onefold.load(folder, module, optimizer) == {"a": 1}
+
+
+def _may_pass(name: str, call: str) -> bool:
+    """`inspect` reads no tensors but through their checksums, which are right here."""
+    is_unread = name.startswith("archive ") and "extra" not in name
+    return call == "inspect" and (is_unread or name in MISSING)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_every_hostile_file_of_weights_is_refused_in_time(good, tmp_path, sharded):
+    folder, _, _ = good
+    wrong = []
+    for number, (name, act) in enumerate(PRETRAINED.items()):
+        path = tmp_path / str(number)
+        shutil.copytree(folder.parent / "pretrained", path)
+        act(path)
+        module = built()[0] if sharded else _plain()
+        end = outcome(lambda m=module, p=path: onefold.shard(onefold.load_pretrained(m, p)))
+        if end != "refused":
+            wrong.append(f"{name}: {end}")
+    assert not wrong, "\n".join(wrong)
+
+
+def _plain() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4))
+
+
+def test_old_values_are_not_kept_where_a_checkpoint_lacks_rows(good, tmp_path):
+    """A tensor without pieces is no tensor to load: the weights stay, and nobody calls it done."""
+    folder, module, optimizer = good
+    path: Path = tmp_path / "a"
+    shutil.copytree(folder, path)
+    CASES["metadata without chunks"](path)
+    before = onefold.full_state_dict(module)
+    with pytest.raises(CheckpointError, match="do not cover"):
+        onefold.load(path, module, optimizer)
+    for name, value in onefold.full_state_dict(module).items():
+        assert torch.equal(value, before[name]), name

@@ -1,0 +1,71 @@
+"""The store of islands listens where it is told, and to those that know its secret."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+import onefold
+from onefold.errors import WireError
+from onefold.outer.gate import LOOPBACK, SECRET, open_store
+from onefold.outer.journal import Hello
+from onefold.outer.membership import Meeting
+
+
+def meeting(port):
+    return Meeting(f"{LOOPBACK}:{port}", island=0, islands=2)
+
+
+@pytest.mark.parametrize("secret", ["", "of two jobs"])
+def test_islands_of_one_secret_meet(secret, monkeypatch):
+    monkeypatch.setenv(SECRET, secret)
+    kept, port = open_store(LOOPBACK, 0)
+    stores = [meeting(port).connect(5)[0] for _ in range(2)]
+    stores[0].set("key", "x" * 100_000)
+    assert stores[1].get("key") == b"x" * 100_000
+    again = stores[0].clone()  # type: ignore[attr-defined] - as groups of gloo connect again
+    assert again.get("key")[:1] == b"x"
+    del kept
+
+
+@pytest.mark.parametrize("other", ["", "another"])
+def test_a_caller_without_the_secret_reaches_no_store(other, monkeypatch):
+    monkeypatch.setenv(SECRET, "of two jobs")
+    kept, port = open_store(LOOPBACK, 0)
+    monkeypatch.setenv(SECRET, other)
+    with pytest.raises(WireError, match=SECRET):
+        meeting(port).connect(2)
+    with socket.create_connection((LOOPBACK, port)) as raw:
+        raw.recv(32)
+        raw.sendall(bytes(32))
+        assert raw.recv(1) == b""
+    del kept
+
+
+@pytest.mark.parametrize("secret", ["", "of two jobs"])
+def test_the_store_listens_at_its_address_alone(secret, monkeypatch):
+    monkeypatch.setenv(SECRET, secret)
+    kept, port = open_store("127.0.0.2", 0)
+    with socket.create_connection(("127.0.0.2", port)):
+        pass
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((LOOPBACK, port))
+    del kept
+
+
+def test_an_introduction_that_grows_without_end_is_refused():
+    import zlib
+    from base64 import b64encode
+
+    bomb = b64encode(zlib.compress(bytes(1 << 27), 1))
+    with pytest.raises(onefold.WireError, match="introduction"):
+        Hello.loads(bomb)
+    for text in (
+        b"",
+        b"x",
+        b64encode(zlib.compress(b"[1]")),
+        b64encode(zlib.compress(b'{"a": 1}')),
+    ):
+        with pytest.raises(onefold.WireError, match="introduction"):
+            Hello.loads(text)
