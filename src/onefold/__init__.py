@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # `as`: type checkers take these names for public ones
     from onefold.errors import WireError as WireError
     from onefold.inference.stream import generating as generating
     from onefold.layered.accumulate import accumulate_layers as accumulate_layers
-    from onefold.layered.choice import measure_noise as measure_noise
+    from onefold.layered.accumulate import measure_noise as measure_noise
     from onefold.mixed.reshare import reshare as reshare
     from onefold.mixed.sampler import RowSampler as RowSampler
     from onefold.mixed.sampler import weigh as weigh
@@ -63,8 +63,7 @@ _HOMES = {
     "onefold.engine.precision": "GradScaler",
     "onefold.errors": "CheckpointError ConfigError OnefoldError StateError TierError WireError",
     "onefold.inference.stream": "generating",
-    "onefold.layered.accumulate": "accumulate_layers",
-    "onefold.layered.choice": "measure_noise",
+    "onefold.layered.accumulate": "accumulate_layers measure_noise",
     "onefold.mixed.reshare": "reshare",
     "onefold.mixed.sampler": "RowSampler weigh",
     "onefold.outer.islands": "islands",

@@ -20,8 +20,8 @@ from onefold.engine.registry import engine_of
 from onefold.errors import ConfigError, StateError, WireError
 from onefold.layout.observer import members_of
 from onefold.layout.row_split import RankTime
-from onefold.mixed.dealing import AffineFit, balance, split_rows
-from onefold.mixed.speeds import measure
+from onefold.mixed.sampler import split_rows
+from onefold.mixed.speeds import AffineFit, balance, measure
 from tests.support.models import Model, token_batches
 from tests.support.ranks import run_processes, run_ranks, seeded
 

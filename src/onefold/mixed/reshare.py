@@ -24,8 +24,7 @@ from onefold.fit.bounds import RankMemory
 from onefold.fit.shares import AUTO, SharesChoice, choose, is_auto, unless_even, weights_of
 from onefold.layout.cut import Shares
 from onefold.layout.ledger import Kind
-from onefold.mixed.moving import Rows, move
-from onefold.mixed.states import Entry, OptimizerStates
+from onefold.mixed.moving import Entry, OptimizerStates, Rows, move
 from onefold.planner.memory import Expectation, needs_of
 from onefold.recipe import Recipe
 from onefold.unit.context import Context, UnitSpec

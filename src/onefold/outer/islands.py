@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from onefold.compose.checks import as_list
 from onefold.engine.engine import Engine
 from onefold.engine.registry import engine_of
 from onefold.engine.watch import in_backward
@@ -105,7 +106,8 @@ class islands:
         engine = self._engine = engine_of(module)
 
         def prepare() -> tuple[Periods, Anchors]:
-            periods, optimizers = Periods.of_choice(every), _optimizers_of(optimizer)
+            periods = every if isinstance(every, Periods) else Periods(every)
+            optimizers = as_list(optimizer)
             if codec is not None:
                 codec_of(codec)
             _check_timeout(timeout)
@@ -323,20 +325,7 @@ class islands:
             share.unit.refresh_master()
 
 
-def _optimizers_of(optimizer: object) -> tuple[Optimizer, ...]:
-    chosen = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-    optimizers: list[Optimizer] = []
-    for choice in chosen:
-        if isinstance(choice, Optimizer):
-            optimizers.append(choice)
-        elif choice is not None:
-            got = f"a {type(choice).__name__}"
-            hint = "pass the optimizer that was given to onefold.shard"
-            raise ConfigError("optimizer to be a torch.optim.Optimizer", got, hint=hint)
-    return tuple(optimizers)
-
-
-def _shares_of(engine: Engine, periods: Periods, optimizers: tuple[Optimizer, ...]) -> list[Share]:
+def _shares_of(engine: Engine, periods: Periods, optimizers: list[Optimizer]) -> list[Share]:
     """The units that islands exchange."""
     if engine.context.routes.replicas is not None:
         hint = 'shard an island over one axis, or without Wire(secondary="optimizer")'

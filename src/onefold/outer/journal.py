@@ -12,18 +12,20 @@ of an island speaks for it.
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 import zlib
+from ast import literal_eval
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
 from onefold.errors import ConfigError, StateError, expected
+
+T = TypeVar("T")
 
 MAX_TRIES = 3
 """Attempts of one round among islands that all answer, before it is dropped."""
@@ -62,18 +64,6 @@ class JournalRecord:
     tries: int = 0
     problem: str = ""
 
-    def dumps(self) -> str:
-        """As text for the store."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def loads(text: bytes) -> JournalRecord:
-        """The record of a text."""
-        fields: dict[str, Any] = json.loads(text)
-        fields["joined"] = {int(island): name for island, name in fields["joined"].items()}
-        fields |= {name: tuple(fields[name]) for name in ("members", "adopters")}
-        return JournalRecord(**fields)
-
 
 @dataclass(frozen=True, slots=True)
 class Hello:
@@ -87,14 +77,14 @@ class Hello:
     step: int
     incarnation: str = ""
 
-    def dumps(self) -> str:
-        """As text for the store, compressed: it has a line for each parameter."""
-        return b64encode(zlib.compress(json.dumps(asdict(self)).encode())).decode()
 
-    @staticmethod
-    def loads(text: bytes) -> Hello:
-        """The introduction of a text."""
-        return Hello(**json.loads(zlib.decompress(b64decode(text))))
+def _dumps(value: Vote | JournalRecord | Hello) -> str:
+    """A value as text for the store; compressed, as a `Hello` has a line for each parameter."""
+    return b64encode(zlib.compress(repr(asdict(value)).encode())).decode()
+
+
+def _loads(kind: type[T], text: str | bytes) -> T:
+    return kind(**literal_eval(zlib.decompress(b64decode(text)).decode()))
 
 
 class Journal:
@@ -109,9 +99,8 @@ class Journal:
 
     def arrive(self, hello: Hello) -> None:
         """Introduce this island and ask to take part."""
-        text = replace(hello, incarnation=uuid.uuid4().hex).dumps()
-        self._hello = Hello.loads(text.encode())  # as others read it
-        self._store.set(f"hello/{self.island}", text)
+        self._hello = replace(hello, incarnation=uuid.uuid4().hex)
+        self._store.set(f"hello/{self.island}", _dumps(self._hello))
         self._store.set(f"wants/{self.island}", self._hello.incarnation)
         if self._store.check(["tail"]):
             self._tail = int(self._store.get("tail")) - 1
@@ -151,11 +140,10 @@ class Journal:
 
     def hello_of(self, island: int) -> Hello:
         """How an island has introduced itself."""
-        return Hello.loads(self._store.get(f"hello/{island}"))
+        return _loads(Hello, self._store.get(f"hello/{island}"))
 
     def _wants(self, island: int) -> str:
-        key = f"wants/{island}"
-        return self._store.get(key).decode() if self._store.check([key]) else ""
+        return self.look_for(f"wants/{island}") or ""
 
     def _check_facts(self, islands: tuple[int, ...]) -> None:
         assert self._hello is not None, "an island arrives first"
@@ -166,9 +154,9 @@ class Journal:
 
     def _check_not_refused(self) -> None:
         assert self._hello is not None, "an island arrives first"
-        key = f"refused/{self._hello.incarnation}"
-        if self._store.check([key]):
-            raise ConfigError(self._store.get(key).decode())
+        refusal = self.look_for(f"refused/{self._hello.incarnation}")
+        if refusal is not None:
+            raise ConfigError(refusal)
 
     # attempts
 
@@ -189,23 +177,20 @@ class Journal:
         """True if another island has given up the attempt, or all have a verdict. On any rank."""
         keys = [f"vote/{record.index}/{k}" for k in record.members if k != self.island]
         votes = [self.look_for(key) for key in keys]
-        is_over = any(vote and not json.loads(vote)["is_complete"] for vote in votes)
+        is_over = any(vote and not _loads(Vote, vote).is_complete for vote in votes)
         return is_over or self._store.check([f"record/{record.index + 1}"])
 
     def vote(self, record: JournalRecord, vote: Vote) -> None:
         """Answer the attempt that follows a record."""
-        self._store.set(f"vote/{record.index}/{self.island}", json.dumps(asdict(vote)))
+        self._store.set(f"vote/{record.index}/{self.island}", _dumps(vote))
 
     def look_for_verdict(self, record: JournalRecord, deadline: float) -> JournalRecord | None:
         """The next record, once every member has voted, or asks to join, or time is up."""
         index = record.index + 1
         after = self._read(index)
         if after is None:
-            votes = {
-                k: Vote(**json.loads(self._store.get(f"vote/{record.index}/{k}")))
-                for k in record.members
-                if self._store.check([f"vote/{record.index}/{k}"])
-            }
+            texts = {k: self.look_for(f"vote/{record.index}/{k}") for k in record.members}
+            votes = {k: _loads(Vote, text) for k, text in texts.items() if text}
             gone = [k for k in record.members if k not in votes and self._wants(k)]
             if len(votes) + len(gone) < len(record.members) and time.monotonic() < deadline:
                 return None
@@ -251,14 +236,14 @@ class Journal:
 
     def _read(self, index: int) -> JournalRecord | None:
         text = self.look_for(f"record/{index}")
-        return JournalRecord.loads(text.encode()) if text else None
+        return _loads(JournalRecord, text) if text else None
 
     def _write(self, record: JournalRecord) -> JournalRecord:
         """Write a record, unless another island has written one of this number: then return it."""
-        text = self._store.compare_set(f"record/{record.index}", "", record.dumps())
+        text = self._store.compare_set(f"record/{record.index}", "", _dumps(record))
         self._store.set("tail", str(record.index))
         self._forget(record.index - KEPT_RECORDS)
-        return JournalRecord.loads(text)
+        return _loads(JournalRecord, text)
 
     def _forget(self, index: int) -> None:
         keys = [f"record/{index}", f"meta/{index}"]

@@ -16,9 +16,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from onefold.errors import ConfigError, WireError, expected
 from onefold.layout.cut import Cut, cut_of
 from onefold.outer.anchors import Share
-from onefold.outer.connections import IslandLinks, Station
 from onefold.outer.journal import Hello, Journal, JournalRecord, Vote, raise_problem
-from onefold.outer.parcels import ParcelMessage, ShareRows, parcels_of
+from onefold.outer.parcels import IslandLinks, IslandPlace, ParcelMessage, ShareRows, parcels_of
 from onefold.wire import together
 from onefold.wire.codec import Codec
 from onefold.wire.collectives import Group
@@ -39,9 +38,9 @@ class Membership:
         timeout: float,
     ) -> None:  # fmt: skip
         self.group, self.timeout = group, timeout
-        self.island, self.num_islands = place.island, place.num_islands
-        self._station, self._shares, self._codec = place.station, shares, codec
-        self._journal = Journal(place.station.store, place.island, place.num_islands)
+        self.island = place.island
+        self._place, self._shares, self._codec = place, shares, codec
+        self._journal = Journal(place.store, place.island, place.num_islands)
         self._left: list[IslandLinks] = []  # whose messages gloo has not given up yet
         self._messages: dict[tuple[int, bool], list[ParcelMessage]] = {}
         self.record: JournalRecord
@@ -95,8 +94,8 @@ class Membership:
         members, journal = record.members, self._journal
         self._layouts = first(self.group, lambda: [journal.hello_of(k).layout for k in members])
         self.weights = [layout["ranks"] for layout in self._layouts]
-        place = (self.position, len(members))
-        self.links = IslandLinks(self._station, f"epoch/{record.epoch}", place, self.timeout)
+        seat, name = (self.position, len(members)), f"epoch/{record.epoch}"
+        self.links = IslandLinks(self._place, name, seat, self.timeout)
         self._messages.clear()
 
     def connect(self) -> None:
@@ -133,9 +132,8 @@ class Membership:
 
     def _cut(self, rows: ShareRows, index: int, layout: dict[str, Any]) -> Cut:
         """How an island cuts a parameter of one unit."""
-        shares = None if layout["shares"] is None else tuple(layout["shares"])
         by_rows = layout["by_rows"][index]
-        return cut_of(rows.cut.shape, layout["ranks"], shares, by_rows=by_rows)
+        return cut_of(rows.cut.shape, layout["ranks"], layout["shares"], by_rows=by_rows)
 
     def note(self, text: str) -> None:
         """Leave a text about this attempt for the other islands. A collective."""
@@ -242,15 +240,6 @@ class Meeting:
         return PrefixStore(f"onefold/islands/{self.name}", store), own_address_towards(host) or ""
 
 
-@dataclass(frozen=True, slots=True)
-class IslandPlace:
-    """This rank's island among all: its number, how many there are, and how to reach them."""
-
-    station: Station
-    island: int
-    num_islands: int
-
-
 def first(group: Group, act: Callable[[], T]) -> T:
     """Call `act`, which asks the store, on rank 0; return its value on every rank. A collective."""
 
@@ -304,7 +293,7 @@ def find_place(
                 "meeting to be an onefold.islands.Meeting", f"a {type(meeting).__name__}", hint=hint
             )
         store, address = together.together(group, lambda: meeting.connect(timeout))
-        return IslandPlace(Station(store, group.rank, address), meeting.island, meeting.islands)
+        return IslandPlace(store, meeting.island, meeting.islands, address)
     if not dist.is_initialized():
         raise _one_island(1)
     store = dist.distributed_c10d._get_default_store()
@@ -320,7 +309,7 @@ def find_place(
     )
     if len(firsts) < 2:
         raise _one_island(len(own))
-    return IslandPlace(Station(prefix, group.rank), firsts.index(own[0]), len(firsts))
+    return IslandPlace(prefix, firsts.index(own[0]), len(firsts))
 
 
 def _islands_of(

@@ -9,7 +9,10 @@ checkpoint-40/onefold/                what onefold.save writes; loads at any wor
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ from onefold.engine.registry import engine_of
 from onefold.errors import CheckpointError
 
 FOLDER = "onefold"
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _STAGED = ".onefold-state-"
 _MARK = "onefold"
 """The key of the first param group by which a loaded `optimizer.pt` names its checkpoint."""
@@ -155,3 +159,29 @@ def _id_of(folder: Path) -> str | None:
         return read_manifest(folder).save_id
     except (CheckpointError, OSError):
         return None
+
+
+def newest(directory: Path) -> str | None:
+    """Return the newest complete checkpoint; warn about those that are passed over."""
+    passed_over: list[str] = []
+    folders = directory.iterdir() if directory.is_dir() else iter(())
+    numbered = [(int(m[1]), p) for p in folders if (m := _CHECKPOINT.fullmatch(p.name))]
+    for _, path in sorted(numbered, reverse=True):
+        if _is_complete(path):
+            if passed_over:
+                names = ", ".join(passed_over)
+                warnings.warn(
+                    f"resume from {path.name}: the save of {names} was interrupted", stacklevel=3
+                )
+            return str(path)
+        passed_over.append(path.name)
+    return None
+
+
+def _is_complete(path: Path) -> bool:
+    """True if Trainer wrote its state, its last act, into the folder."""
+    try:
+        json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return (path / FOLDER).is_dir() or not (path / "optimizer.pt").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,14 +15,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 from onefold import config
-from onefold.adapters.shard_choices import ShardChoices
-from onefold.config import Precision, PrecisionChoice
+from onefold.api import shard
+from onefold.config import OffloadChoice, Precision, PrecisionChoice, StageChoice
 from onefold.engine.joining import bind
 from onefold.engine.registry import engine_of, is_sharded
 from onefold.errors import ConfigError
+from onefold.layout.units import UnitChoice
 from onefold.wire import launcher
 from onefold.wire.ranks import MeshChoice, as_timeout
-from onefold.wire_config import wire_of
+from onefold.wire_config import WireChoice, wire_of
 
 _PURE_BF16 = Precision(master=torch.bfloat16)
 
@@ -34,8 +36,15 @@ PRECISIONS: dict[tuple[str, str], PrecisionChoice] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Sharding(ShardChoices):
-    """The choices of a strategy, checked at once."""
+class Sharding:
+    """The arguments of `onefold.shard` that a strategy takes, checked at once."""
+
+    stage: StageChoice = 3
+    precision: PrecisionChoice = None
+    offload: OffloadChoice = None
+    wire: WireChoice = None
+    units: UnitChoice = None
+    timeout: float | timedelta | None = None
 
     def __post_init__(self) -> None:
         stage = config.stage_of(3 if self.stage == "auto" else self.stage)
@@ -88,7 +97,10 @@ class Sharding(ShardChoices):
         _check_ranks()
         precision = self.precision_with(plugin)
         if not is_sharded(module):
-            self.shard(module, list(optimizers) or None, mesh=mesh, precision=precision)
+            shard(
+                module, list(optimizers) or None, stage=self.stage, mesh=mesh, units=self.units,
+                precision=precision, offload=self.offload, wire=self.wire, timeout=self.timeout,
+            )  # fmt: skip
             return
         engine = engine_of(module)
         number = engine.recipe.stage.number

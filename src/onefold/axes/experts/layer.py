@@ -5,6 +5,14 @@
 
 The block, its gate and its names stay as they are. `mlp.experts.gate_up_proj` becomes a DTensor,
 Shard(0) over the expert axis. So checkpoints have one tensor of all experts, whatever the axis.
+
+    rank 0: tokens sorted by expert   | for rank 0 | for rank 1 |     dispatch
+    rank 1: received                  | of rank 0  | of rank 1  |     experts run
+    rank 0: outputs                   | of rank 0  | of rank 1  |     combine: back, in token order
+
+Nothing is dropped and nothing is padded: messages have as many rows as there are tokens, also none.
+Every rank takes part in every message, forward and backward, with or without tokens of its own.
+Source: Switch Transformer, arXiv 2101.03961, section 2; dropless: MegaBlocks, arXiv 2211.15841.
 """
 
 from __future__ import annotations
@@ -12,7 +20,9 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -21,12 +31,93 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.func import functional_call
 
-from onefold.axes.experts.routing import ExpertAxis, Routing
+from onefold.axes.exchange import moved
 from onefold.errors import ConfigError
 from onefold.layout.cut import bounds_of
 from onefold.layout.model_axes import dtensor_of
 from onefold.wire import ranks as meshes
 from onefold.wire.collectives import Group
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertAxis:
+    """The ranks of an expert axis, and the name of their messages in errors.
+
+    Rank r holds experts `bounds[r]` to `bounds[r + 1]`.
+    """
+
+    group: Group
+    bounds: tuple[int, ...]
+    label: str = "exchange of tokens"
+
+    @property
+    def own(self) -> range:
+        """The numbers of this rank's experts."""
+        return range(*self.bounds[self.group.rank : self.group.rank + 2])
+
+
+def _exchange(
+    axis: ExpertAxis, sent: Sequence[int], received: Sequence[int], rows: Tensor
+) -> tuple[Tensor]:
+    """Send consecutive parts of `rows`, of `sent` rows each, to ranks 0, 1, ...; get `received`."""
+    group = axis.group
+    if group.world_size == 1:
+        return (rows.clone(),)
+    width = rows[:1].numel() if len(rows) else rows.new_empty(1, *rows.shape[1:]).numel()
+    out = rows.new_empty(sum(received), *rows.shape[1:])
+    work = group.all_to_all(
+        out.view(-1), rows.contiguous().view(-1),
+        [num * width for num in received], [num * width for num in sent],
+    )  # fmt: skip
+    for message in group.track([work], axis.label):
+        message.wait()
+    return (out,)
+
+
+class Routing:
+    """The way of one batch of tokens to their experts and back. A collective to make."""
+
+    def __init__(self, index: Tensor, axis: ExpertAxis) -> None:
+        """Exchange how many tokens each expert gets.
+
+        Args:
+            index: int64 [tokens, choices], the experts of each token.
+            axis: the ranks that hold them.
+        """
+        self._choices = index.shape[-1]
+        bounds, ranks = axis.bounds, axis.group.world_size
+        flat = index.reshape(-1)
+        self._order = flat.argsort(stable=True)  # pairs of token and choice, by expert
+        counts = flat.bincount(minlength=bounds[-1])
+        lengths = [stop - start for start, stop in pairwise(bounds)]
+        mine = len(axis.own)
+        (theirs,) = _exchange(axis, lengths, [mine] * ranks, counts)
+        self.sent = [int(part.sum()) for part in counts.cpu().split(lengths)]
+        table = theirs.cpu().view(ranks, mine)  # by sender, tokens of each own expert
+        self.received: list[int] = table.sum(1).tolist()
+        experts = torch.arange(mine).repeat(ranks)
+        self.experts = experts.repeat_interleave(table.reshape(-1)).to(index.device)
+        """int64 [received rows]: the expert of each, counted from this rank's first."""
+        self._there = partial(_exchange, axis, self.sent, self.received)
+        self._back = partial(_exchange, axis, self.received, self.sent)
+
+    def dispatch(self, tokens: Tensor) -> Tensor:
+        """Return the rows [received, width] of all ranks' `tokens` [n, width] for own experts."""
+        return moved(self._there, self._back, tokens[self._order // self._choices])[0]
+
+    def combine(self, outputs: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sums [n, width] of what experts made of this rank's tokens.
+
+        Args:
+            outputs: [received, width], of the rows that `dispatch` returned.
+            weights: [n, choices].
+        """
+        (rows,) = moved(self._back, self._there, outputs)
+        place = torch.empty_like(self._order)
+        place[self._order] = torch.arange(len(place), device=place.device)
+        choices = rows[place].view(len(weights), self._choices, rows.shape[-1])
+        return (choices * weights.unsqueeze(-1)).sum(1)
+
 
 NUM_ARGUMENTS = 3
 """Of an experts module's forward: hidden states, indices and weights of the chosen experts."""

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from onefold.axes.clipping import IS_COPY
+from onefold.axes.exchange import swap
 from onefold.checkpoint.contents import TIE, TiedCopy
 from onefold.engine.engine import Engine
 from onefold.errors import ConfigError
@@ -58,13 +60,12 @@ class Tie:
 
 def sum_over(group: Group, ranks: Sequence[int], mine: Tensor) -> Tensor:
     """Sum flat `mine` of `ranks` in their order; the other ranks of the group only take part."""
-    others = [rank for rank in ranks if rank != group.rank] if group.rank in ranks else []
-    numels = [mine.numel() if rank in others else 0 for rank in range(group.world_size)]
-    sent = mine.repeat(len(others))
-    received = torch.empty_like(sent)
-    group.all_to_all(received, sent, numels, numels).wait()
-    parts = dict(zip(others, received.split(mine.numel()) if others else [], strict=True))
-    return torch.stack([parts.get(rank, mine) for rank in ranks]).sum(0) if others else mine
+    if group.rank not in ranks:
+        ranks = [group.rank]
+    sent = [[mine] * (rank in ranks and rank != group.rank) for rank in range(group.world_size)]
+    shapes = [[tensor.shape for tensor in row] for row in sent]
+    parts = swap(group, sent, shapes, mine, "gradients of tied parameters")
+    return torch.stack([*chain(*parts[: group.rank]), mine, *chain(*parts[group.rank :])]).sum(0)
 
 
 def ties_of(engines: dict[int, Engine], group: Group, tied: Tied) -> list[Tie]:

@@ -23,7 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from onefold.axes.sequence.attention import AttentionMode, SplitAttention
+from onefold.axes.exchange import gathered
+from onefold.axes.sequence.attention import LABEL, AttentionMode, SplitAttention
 from onefold.axes.sequence.attention_calls import (
     Calls,
     Names,
@@ -31,7 +32,6 @@ from onefold.axes.sequence.attention_calls import (
     SequencePieces,
     main_tensor,
 )
-from onefold.axes.sequence.head_exchange import Gather
 from onefold.engine.engine import Engine
 from onefold.engine.first_batch import digest_of
 from onefold.engine.forward_threads import ThreadStack
@@ -206,7 +206,7 @@ class SequenceSplit:
             piece: of this rank, as long as those of the others.
             length: of the whole sequence, to leave the padding out.
         """
-        whole = Gather.apply(self._group, dim, piece) if self.parts > 1 else piece
+        whole = gathered(self._group, dim, piece, LABEL) if self.parts > 1 else piece
         return whole if length is None else whole.narrow(dim, 0, length)
 
     def remove(self) -> None:
