@@ -18,6 +18,7 @@ from onefold.wire.collectives import Group
 from onefold.wire.ticket import Ticket
 
 Move = Callable[..., tuple[Tensor, ...]]
+Shapes = Sequence[Sequence[Sequence[int]]]
 
 
 class _Moved(torch.autograd.Function):
@@ -37,9 +38,8 @@ def moved(there: Move, back: Move, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def swap(
-    group: Group, sent: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Sequence[int]]],
-    like: Tensor, label: str,
-) -> list[list[Tensor]]:  # fmt: skip
+    group: Group, sent: Sequence[Sequence[Tensor]], shapes: Shapes, like: Tensor, label: str
+) -> list[list[Tensor]]:
     """Send the tensors `sent[r]` to each rank r, in one message; return those of each rank.
 
     `shapes[r]`: of the tensors that rank r sends here. All have the dtype and device of `like`.
@@ -54,9 +54,7 @@ def swap(
     return pieces
 
 
-def _buffer(
-    like: Tensor, shapes: Sequence[Sequence[Sequence[int]]]
-) -> tuple[Tensor, list[list[Tensor]]]:
+def _buffer(like: Tensor, shapes: Shapes) -> tuple[Tensor, list[list[Tensor]]]:
     """Return one flat buffer, and views into it of these shapes, in order."""
     numels = [prod(shape) for row in shapes for shape in row]
     flat = like.new_empty(sum(numels))

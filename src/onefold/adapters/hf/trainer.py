@@ -101,10 +101,9 @@ class Callback(TrainerCallback):
     ) -> None:
         warn_if_untested("transformers", "accelerate")
         ResumeWithOnefoldCallback.allow()
-        self.choices = {
-            "stage": stage, "precision": precision, "offload": offload, "wire": wire,
-            "units": units,
-        }  # fmt: skip
+        self.choices: dict[str, Any] = dict(
+            stage=stage, precision=precision, offload=offload, wire=wire, units=units
+        )
         self._saves_by_event = True  # False: `TrainerMixin` saves
         self.run: RunState | None = None  # while training
         self._generation: ExitStack | None = None  # holds the weights that are kept for it

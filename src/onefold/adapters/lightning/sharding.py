@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
-from datetime import timedelta
+from inspect import signature
 from typing import Any
 
 import torch
@@ -16,14 +15,13 @@ from torch.optim import Optimizer
 
 from onefold import config
 from onefold.api import shard
-from onefold.config import OffloadChoice, Precision, PrecisionChoice, StageChoice
+from onefold.config import Precision, PrecisionChoice, StageChoice
 from onefold.engine.joining import bind
 from onefold.engine.registry import engine_of, is_sharded
 from onefold.errors import ConfigError
-from onefold.layout.units import UnitChoice
 from onefold.wire import launcher
-from onefold.wire.ranks import MeshChoice, as_timeout
-from onefold.wire_config import WireChoice, wire_of
+from onefold.wire.ranks import MeshChoice
+from onefold.wire_config import wire_of
 
 _PURE_BF16 = Precision(master=torch.bfloat16)
 
@@ -35,26 +33,21 @@ PRECISIONS: dict[tuple[str, str], PrecisionChoice] = {
 """By class and word of Lightning's precision plugin: the precision that computes the same."""
 
 
-@dataclass(frozen=True, slots=True)
 class Sharding:
     """The arguments of `onefold.shard` that a strategy takes, checked at once."""
 
-    stage: StageChoice = 3
-    precision: PrecisionChoice = None
-    offload: OffloadChoice = None
-    wire: WireChoice = None
-    units: UnitChoice = None
-    timeout: float | timedelta | None = None
-
-    def __post_init__(self) -> None:
-        stage = config.stage_of(3 if self.stage == "auto" else self.stage)
-        config.check_offload(config.offload_of(self.offload), stage)
-        wire_of(self.wire)
-        as_timeout(self.timeout)
-        if config.precision_of(self.precision).compute is torch.float16:
+    def __init__(self, *, stage: StageChoice = 3, **choices: Any) -> None:
+        signature(shard).bind(None, **choices)  # `TypeError` for a name that it does not have
+        self._stage: StageChoice = stage
+        self._choices = choices
+        self._precision: PrecisionChoice = choices.pop("precision", None)
+        row = config.stage_of(3 if stage == "auto" else stage)
+        config.check_offload(config.offload_of(choices.get("offload")), row)
+        wire_of(choices.get("wire"))
+        if config.precision_of(self._precision).compute is torch.float16:
             raise ConfigError(
                 "a precision that needs no loss scale, as Lightning's knows one rank alone",
-                f"precision={self.precision!r}",
+                f"precision={self._precision!r}",
                 hint='precision="bf16"',
             )
 
@@ -71,20 +64,20 @@ class Sharding:
                 f"{known[0]} with precision={known[1]!r}",
                 hint='Strategy(precision="bf16") computes in bf16 and keeps fp32 masters',
             )
-        if self.precision is None:
+        if self._precision is None:
             return PRECISIONS[known]
         if known[1] != "32-true":
             raise ConfigError(
                 "one choice of precision",
-                f"precision={known[1]!r} of Lightning and precision={self.precision!r} of the "
+                f"precision={known[1]!r} of Lightning and precision={self._precision!r} of the "
                 "strategy",
                 hint="leave one of them out",
             )
-        return self.precision
+        return self._precision
 
     def mesh(self, device: torch.device, num_nodes: int, num_processes: int) -> MeshChoice:
         """Return the mesh where `shard` could not see Lightning's choice of device and nodes."""
-        if self.wire is not None and num_nodes > 1:
+        if self._choices.get("wire") is not None and num_nodes > 1:
             return init_device_mesh(device.type, (num_nodes, num_processes))
         if device.type == "cpu" and torch.accelerator.is_available():
             return init_device_mesh("cpu", (num_nodes * num_processes,))
@@ -97,16 +90,14 @@ class Sharding:
         _check_ranks()
         precision = self.precision_with(plugin)
         if not is_sharded(module):
-            shard(
-                module, list(optimizers) or None, stage=self.stage, mesh=mesh, units=self.units,
-                precision=precision, offload=self.offload, wire=self.wire, timeout=self.timeout,
-            )  # fmt: skip
+            choices: dict[str, Any] = {"mesh": mesh, "precision": precision, **self._choices}
+            shard(module, list(optimizers) or None, stage=self._stage, **choices)
             return
         engine = engine_of(module)
         number = engine.recipe.stage.number
-        if optimizers and self.stage not in ("auto", number):
+        if optimizers and self._stage not in ("auto", number):
             raise ConfigError(
-                f"a module that is not sharded, or at stage {self.stage}",
+                f"a module that is not sharded, or at stage {self._stage}",
                 f"a {type(module).__name__} at stage {number}",
                 hint="build the module anew and load its checkpoint, or keep the stage",
             )

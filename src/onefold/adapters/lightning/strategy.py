@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,12 +24,10 @@ from onefold.adapters.lightning.sharding import Sharding, share_buffers
 from onefold.adapters.lightning.trainer import TrainerStrategy
 from onefold.adapters.versions import warn_if_untested
 from onefold.api import accumulate
-from onefold.config import OffloadChoice, PrecisionChoice, StageChoice
+from onefold.config import StageChoice
 from onefold.engine.registry import is_sharded
 from onefold.errors import CheckpointError, ConfigError, StateError
-from onefold.layout.units import UnitChoice
 from onefold.wire.ranks import as_timeout
-from onefold.wire_config import WireChoice
 
 
 class FabricStrategy(DDPStrategy):
@@ -144,16 +141,13 @@ class Strategy(TrainerStrategy, FabricStrategy):  # pyright: ignore
     """Shard the module that a Trainer fits, or that Fabric sets up.
 
     Args:
-        stage: see `onefold.shard`, as for the next five.
-        precision: None, if Lightning's `precision` is another than "32-true". "bf16" computes in
-            bf16 and keeps fp32 masters.
-        offload: tiers of the states.
-        wire: codecs of the messages. With several nodes, each of Lightning's nodes is one.
-        units: a predicate over submodules, or a list of them.
-        timeout: seconds that ranks wait for one another. Default: Lightning's, 30 minutes.
+        stage: as in `onefold.shard`.
         start_method: how Lightning starts local processes: "popen" runs the script again, "fork"
             works in notebooks. Without meaning under torchrun.
         process_group_backend: None takes gloo on CPUs and nccl on GPUs.
+        choices: the other arguments of `onefold.shard`. None for `precision` takes Lightning's, if
+            that is not "32-true". With `wire` each of Lightning's nodes is one. `timeout` is
+            Lightning's by default, 30 minutes.
 
     Raises:
         ConfigError: a choice that cannot work, when the strategy, or the Trainer, is built.
@@ -163,24 +157,20 @@ class Strategy(TrainerStrategy, FabricStrategy):  # pyright: ignore
         >>> trainer.fit(module, loader)
     """
 
-    def __init__(  # noqa: PLR0913 - the contract
+    def __init__(
         self,
         stage: StageChoice = 3,
         *,
-        precision: PrecisionChoice = None,
-        offload: OffloadChoice = None,
-        wire: WireChoice = None,
-        units: UnitChoice = None,
-        timeout: float | timedelta | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         process_group_backend: str | None = None,
+        **choices: Any,
     ) -> None:
         warn_if_untested("lightning")
-        self.sharding = Sharding(stage, precision, offload, wire, units, timeout)
+        self.sharding = Sharding(stage=stage, **choices)
         for kind in (TrainerStrategy, FabricStrategy):
             kind.__init__(
                 self,
-                timeout=as_timeout(timeout) or default_pg_timeout,
+                timeout=as_timeout(choices.get("timeout")) or default_pg_timeout,
                 start_method=start_method,
                 process_group_backend=process_group_backend,
             )

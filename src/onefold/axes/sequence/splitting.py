@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from importlib import import_module
+from itertools import islice
 from typing import Any
 from weakref import ref
 
@@ -27,10 +28,9 @@ from onefold.axes.exchange import gathered
 from onefold.axes.sequence.attention import LABEL, AttentionMode, SplitAttention
 from onefold.axes.sequence.attention_calls import (
     Calls,
-    Names,
-    PlainCalls,
     SequencePieces,
     main_tensor,
+    positional_names,
 )
 from onefold.engine.engine import Engine
 from onefold.engine.first_batch import digest_of
@@ -114,7 +114,7 @@ def _calls_of(module: nn.Module, group: Group, positions: str | None, inputs: bo
         calls = theirs.calls_of(module, group, inputs)
         if calls is not None:
             return calls
-    return PlainCalls(module, positions) if inputs else None
+    return Calls(module, positions) if inputs else None
 
 
 def _check(module: nn.Module, group: Group) -> None:
@@ -159,7 +159,6 @@ class SequenceSplit:
         self.rank, self.parts = group.rank, group.world_size
         self._group = group
         self._calls = calls
-        self._names = Names.of(module)
         self._attention = SplitAttention(group)
         self._hooks = _AttentionHooks(self._attention)
         self._module = ref(module)
@@ -237,14 +236,15 @@ class SequenceSplit:
         if self._calls is None:
             self._begin(module, None)
             return None
-        whole = self._names.join(args, kwargs)
+        names = [*islice(positional_names(module), len(args))]
+        whole = dict(zip(names, args, strict=True)) | kwargs
         main = main_tensor(whole)
         self._compare(main)
         pieces = self._pieces(main.shape[1])
         local = self._calls.local(whole, pieces)
         self._attention.pad(0 if self._calls.has_own_masks else pieces.padding)
         self._begin(module, self._calls.around(whole, pieces))
-        return self._names.part(local, len(args))
+        return tuple(local.pop(name) for name in names), local
 
     def _begin(self, module: nn.Module, around: AbstractContextManager[object] | None) -> None:
         if around is not None:
