@@ -245,23 +245,19 @@ class KVLayer(CacheLayerMixin):
         known = self.tokens.shape, self.tokens.batch, self.device
         new = TokenShape.of(key_states, value_states), key_states.shape[0], key_states.device
         if known != new:
-            raise ConfigError(
-                "{}, {} sequences, on {}, as before".format(*known),
-                "{}, {} sequences, on {}".format(*new),
-                where=f"layer {self._index} of a KV cache",
-                hint="a cache serves one model and one batch: reset() it before another",
-            )
+            wanted = "{}, {} sequences, on {}, as before".format(*known)
+            got = "{}, {} sequences, on {}".format(*new)
+            hint = "a cache serves one model and one batch: reset() it before another"
+            raise ConfigError(wanted, got, where=f"layer {self._index} of a KV cache", hint=hint)
 
     def _check_pass(self, length: int) -> None:
         first = self._shared.started()[0]
         assert first.tokens is not None
         if first is not self and first.tokens.length != length:
-            raise StateError(
-                f"{first.tokens.length:,} tokens in every layer after this pass",
-                f"{length:,}",
-                where=f"layer {self._index} of a KV cache",
-                hint="two models share the cache, or a pass failed: reset() it",
-            )
+            wanted = f"{first.tokens.length:,} tokens in every layer after this pass"
+            got = f"{length:,}"
+            hint = "two models share the cache, or a pass failed: reset() it"
+            raise StateError(wanted, got, where=f"layer {self._index} of a KV cache", hint=hint)
 
     def _assemble(self, tokens: LayerTokens, further: int) -> tuple[Tensor, Tensor]:
         """Fill new tensors, contiguous as `DynamicCache`'s, with room for further tokens."""

@@ -142,11 +142,9 @@ class KVTiers:
         if self.device == device:
             return
         if self.device is not None:
-            raise StateError(
-                f"keys and values on {self.device}, as those before",
-                f"some on {device}",
-                hint="a cache serves one device; reset() it before another model uses it",
-            )
+            wanted = f"keys and values on {self.device}, as those before"
+            hint = "a cache serves one device; reset() it before another model uses it"
+            raise StateError(wanted, f"some on {device}", hint=hint)
         self.device, ledger, on_host = device, self.ledger, self.slots
         if device.type == "cpu":  # both budgets are of the same memory
             self._budgets = [("cpu", self._budget + self._cpu_budget, None)]

@@ -131,12 +131,9 @@ def _check(engine: Engine, batches: Sequence[Any], order: str) -> None:
     is_inside = engine.schedule.forward_depth > 0 or in_backward()
     if is_inside or not torch.is_grad_enabled() or engine.is_inference or engine.is_unsharded:
         got = "a call from within one" if is_inside else "a module that records no graph now"
-        raise StateError(
-            "onefold.accumulate_layers outside forward and backward, with gradients",
-            got,
-            where=where,
-            hint="call it where the loop would call the module",
-        )
+        wanted = "onefold.accumulate_layers outside forward and backward, with gradients"
+        hint = "call it where the loop would call the module"
+        raise StateError(wanted, got, where=where, hint=hint)
 
 
 def _forward(module: nn.Module, batch: Any, loss: Loss | None, number: int) -> Tensor:

@@ -165,12 +165,10 @@ class Layered:
     def _refuse_paths(self, number: int, first: Cuts, mine: Cuts) -> None:
         """Micro-batches go different ways through the module."""
         if self._engine.schedule.is_backward:
-            raise StateError(
-                "all micro-batches to call the same blocks",
-                f"micro-batch 0 {first.at!r} and micro-batch {number} {mine.at!r}",
-                where=f"rank {self._engine.group.rank}",
-                hint='order="plain" runs them one after the other',
-            )
+            wanted = "all micro-batches to call the same blocks"
+            got = f"micro-batch 0 {first.at!r} and micro-batch {number} {mine.at!r}"
+            hint = 'order="plain" runs them one after the other'
+            raise StateError(wanted, got, where=f"rank {self._engine.group.rank}", hint=hint)
         raise NotAChain(f"micro-batch 0 is {first.at} where micro-batch {number} is {mine.at}")
 
     @contextmanager

@@ -92,12 +92,9 @@ class Anchors:
         torch.sub(self.parameters[index].detach(), values, out=values)
         if not torch.isfinite(values).all():
             unit = self.shares[index].unit
-            raise StateError(
-                f"finite weights in unit {unit.name!r}",
-                "NaN or Inf",
-                where=unit.context.where,
-                hint="the other islands go on without this one; resume from its checkpoint",
-            )
+            wanted = f"finite weights in unit {unit.name!r}"
+            hint = "the other islands go on without this one; resume from its checkpoint"
+            raise StateError(wanted, "NaN or Inf", where=unit.context.where, hint=hint)
         residual = self.residual(index)
         return values if residual is None else values.add_(residual)
 
@@ -210,11 +207,9 @@ def _outer_of(outer: OuterChoice, parameters: list[nn.Parameter]) -> Optimizer:
     optimizer = outer(parameters) if callable(outer) else outer
     groups = optimizer.param_groups if isinstance(optimizer, Optimizer) else []
     if {id(p) for group in groups for p in group["params"]} != set(map(id, parameters)):
-        raise ConfigError(
-            "outer to be a function that returns a torch.optim.Optimizer of its argument",
-            f"a {type(optimizer).__name__}",
-            hint="outer=lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9)",
-        )
+        wanted = "outer to be a function that returns a torch.optim.Optimizer of its argument"
+        hint = "outer=lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9)"
+        raise ConfigError(wanted, f"a {type(optimizer).__name__}", hint=hint)
     return optimizer
 
 

@@ -309,12 +309,10 @@ class islands:
     def _check_resting(self) -> None:
         engine = self._engine
         if engine.is_unsharded or engine.schedule.forward_depth > 0 or in_backward():
-            raise StateError(
-                "step() of the islands after optimizer.step()",
-                "a call inside `onefold.unsharded`, forward or backward",
-                where=f"rank {engine.group.rank}",
-                hint="call it once a step, on every rank",
-            )
+            wanted = "step() of the islands after optimizer.step()"
+            got = "a call inside `onefold.unsharded`, forward or backward"
+            hint = "call it once a step, on every rank"
+            raise StateError(wanted, got, where=f"rank {engine.group.rank}", hint=hint)
 
     def _rest(self) -> None:
         """Let weights and masters rest and agree."""

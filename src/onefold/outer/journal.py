@@ -299,8 +299,6 @@ def first_difference(mine: Hello, other: Hello, island: int, another: int) -> st
 def raise_problem(record: JournalRecord) -> None:
     """Raise `StateError` for a record that says that islands do different things."""
     if record.problem:
-        raise StateError(
-            "every island to exchange the same values at the same step",
-            record.problem,
-            hint="call step() of the handle once after each optimizer step, on every rank",
-        )
+        wanted = "every island to exchange the same values at the same step"
+        hint = "call step() of the handle once after each optimizer step, on every rank"
+        raise StateError(wanted, record.problem, hint=hint)

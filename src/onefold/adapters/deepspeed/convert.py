@@ -140,12 +140,9 @@ def _read(config: object) -> dict[str, Any]:
         try:
             text = Path(text).read_text(encoding="utf-8")
         except OSError as error:
-            raise ConfigError(
-                "a DeepSpeed configuration",
-                f"{error.strerror}",
-                where=where,
-                hint="pass the path of ds_config.json, or a dict",
-            ) from error
+            wanted = "a DeepSpeed configuration"
+            hint = "pass the path of ds_config.json, or a dict"
+            raise ConfigError(wanted, f"{error.strerror}", where=where, hint=hint) from error
     try:
         config_dict = json.loads(text, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
@@ -176,11 +173,8 @@ def _flat(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         elif not any(known.startswith(f"{name}.") for known in KEYS):
             last = {known.removeprefix(prefix).split(".")[0] for known in KEYS
                     if known.startswith(prefix)}  # fmt: skip
-            raise ConfigError(
-                "a key of DeepSpeed 0.19",
-                repr(name),
-                hint=nearest_word(key, last) or "see docs/coming-from/deepspeed.md",
-            )
+            hint = nearest_word(key, last) or "see docs/coming-from/deepspeed.md"
+            raise ConfigError("a key of DeepSpeed 0.19", repr(name), hint=hint)
         elif value is None or value == "auto":
             continue
         elif isinstance(value, Mapping):

@@ -49,11 +49,9 @@ def adopt_trainer(trainer: Any, **shard_arguments: Any) -> Any:
     warn_if_untested("trl", "transformers", "accelerate")
     model = getattr(trainer, "model", None)
     if not is_sharded(model):
-        raise StateError(
-            "a trainer whose model is sharded",
-            f"a {type(trainer).__name__} with a {type(model).__name__} that is not",
-            hint="build the trainer with callbacks=[onefold.hf.Callback(stage=3)]",
-        )
+        got = f"a {type(trainer).__name__} with a {type(model).__name__} that is not"
+        hint = "build the trainer with callbacks=[onefold.hf.Callback(stage=3)]"
+        raise StateError("a trainer whose model is sharded", got, hint=hint)
     for name in _FROZEN:
         _freeze(getattr(trainer, name, None), shard_arguments)
     for reward in getattr(trainer, "reward_funcs", None) or []:

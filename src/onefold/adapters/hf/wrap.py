@@ -89,11 +89,9 @@ def _refuse_join(**_: object) -> None:
 def _no_sync(alive: ReferenceType[nn.Module]) -> AbstractContextManager[None]:
     module = alive()
     if module is None:
-        raise StateError(
-            "the sharded module to be alive in no_sync",
-            "a module that was deleted",
-            hint="keep the module as long as it is trained",
-        )
+        wanted = "the sharded module to be alive in no_sync"
+        hint = "keep the module as long as it is trained"
+        raise StateError(wanted, "a module that was deleted", hint=hint)
     return accumulate(module)
 
 

@@ -45,11 +45,8 @@ class Sharding:
         config.check_offload(config.offload_of(choices.get("offload")), row)
         wire_of(choices.get("wire"))
         if config.precision_of(self._precision).compute is torch.float16:
-            raise ConfigError(
-                "a precision that needs no loss scale, as Lightning's knows one rank alone",
-                f"precision={self._precision!r}",
-                hint='precision="bf16"',
-            )
+            wanted = "a precision that needs no loss scale, as Lightning's knows one rank alone"
+            raise ConfigError(wanted, f"precision={self._precision!r}", hint='precision="bf16"')
 
     def precision_with(self, plugin: Any) -> PrecisionChoice:
         """Return the precision that computes as Lightning's plugin does.
@@ -59,11 +56,9 @@ class Sharding:
         known = (type(plugin).__name__, str(plugin.precision))
         if known not in PRECISIONS:
             words = ", ".join(repr(word) for _, word in PRECISIONS)
-            raise ConfigError(
-                f"Lightning's precision to be one of {words}",
-                f"{known[0]} with precision={known[1]!r}",
-                hint='Strategy(precision="bf16") computes in bf16 and keeps fp32 masters',
-            )
+            wanted = f"Lightning's precision to be one of {words}"
+            hint = 'Strategy(precision="bf16") computes in bf16 and keeps fp32 masters'
+            raise ConfigError(wanted, f"{known[0]} with precision={known[1]!r}", hint=hint)
         if self._precision is None:
             return PRECISIONS[known]
         if known[1] != "32-true":
@@ -96,11 +91,9 @@ class Sharding:
         engine = engine_of(module)
         number = engine.recipe.stage.number
         if optimizers and self._stage not in ("auto", number):
-            raise ConfigError(
-                f"a module that is not sharded, or at stage {self._stage}",
-                f"a {type(module).__name__} at stage {number}",
-                hint="build the module anew and load its checkpoint, or keep the stage",
-            )
+            wanted = f"a module that is not sharded, or at stage {self._stage}"
+            hint = "build the module anew and load its checkpoint, or keep the stage"
+            raise ConfigError(wanted, f"a {type(module).__name__} at stage {number}", hint=hint)
         for optimizer in optimizers:
             bind(optimizer, engine)
 

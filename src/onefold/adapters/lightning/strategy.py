@@ -127,11 +127,9 @@ def _parts(state: dict[str, Any]) -> tuple[nn.Module, list[Optimizer], dict[str,
     """Split a state into the sharded module, its optimizers, and the others."""
     modules = [v for v in state.values() if isinstance(v, nn.Module) and is_sharded(v)]
     if len(modules) != 1:
-        raise StateError(
-            "one module of fabric.setup in the state",
-            f"{len(modules)} in {list(state)}",
-            hint="save and load each module, and its optimizers, in a directory of its own",
-        )
+        wanted = "one module of fabric.setup in the state"
+        hint = "save and load each module, and its optimizers, in a directory of its own"
+        raise StateError(wanted, f"{len(modules)} in {list(state)}", hint=hint)
     optimizers = [v for v in state.values() if isinstance(v, Optimizer)]
     known = {id(modules[0]), *map(id, optimizers)}
     return modules[0], optimizers, {k: v for k, v in state.items() if id(v) not in known}
@@ -186,9 +184,7 @@ class Strategy(TrainerStrategy, FabricStrategy):  # pyright: ignore
         if precision is None:
             return
         if type(self) is not Strategy:
-            raise ConfigError(
-                "onefold.lightning.Strategy itself for Fabric",
-                f"its subclass {type(self).__name__}",
-                hint="derive from onefold.adapters.lightning.strategy.FabricStrategy as well",
-            )
+            wanted = "onefold.lightning.Strategy itself for Fabric"
+            hint = "derive from onefold.adapters.lightning.strategy.FabricStrategy as well"
+            raise ConfigError(wanted, f"its subclass {type(self).__name__}", hint=hint)
         self.__class__ = FabricStrategy  # pyright: ignore

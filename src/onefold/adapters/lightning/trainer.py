@@ -136,11 +136,8 @@ class TrainerStrategy(DDPStrategy):
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
-        raise ConfigError(
-            "no CheckpointIO plugin, as every rank writes its own part",
-            f"a {type(io).__name__}",
-            hint="leave the plugin out",
-        )
+        wanted = "no CheckpointIO plugin, as every rank writes its own part"
+        raise ConfigError(wanted, f"a {type(io).__name__}", hint="leave the plugin out")
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:

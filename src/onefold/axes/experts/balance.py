@@ -48,11 +48,9 @@ def balance_loss(
     """
     layers = [router_logits] if isinstance(router_logits, Tensor) else list(router_logits)
     if not layers or not all(isinstance(layer, Tensor) and layer.dim() == 2 for layer in layers):
-        raise ConfigError(
-            "router_logits [tokens, experts] of one layer or several",
-            f"{[getattr(layer, 'shape', type(layer)) for layer in layers]}",
-            hint="output_router_logits=True makes transformers return them",
-        )
+        got = f"{[getattr(layer, 'shape', type(layer)) for layer in layers]}"
+        hint = "output_router_logits=True makes transformers return them"
+        raise ConfigError("router_logits [tokens, experts] of one layer or several", got, hint=hint)
     group, num_experts = meshes.of_tokens(mesh), layers[0].shape[1]
     dtype = torch.promote_types(layers[0].dtype, torch.float32)
     counts = layers[0].new_zeros(num_experts + 1, dtype=dtype)  # the last one: rows

@@ -313,11 +313,9 @@ def _stacked(experts: nn.ModuleList, own: slice, axis: DeviceMesh) -> nn.Module:
     for expert in experts:
         shapes = {name: p.shape for name, p in expert.named_parameters()}
         if shapes != {name: p.shape for name, p in first.items()} or any(expert.buffers()):
-            raise ConfigError(
-                "experts with equal parameters and no buffers",
-                f"a {type(expert).__name__} that differs",
-                hint="give each kind of expert a list of its own",
-            )
+            wanted = "experts with equal parameters and no buffers"
+            hint = "give each kind of expert a list of its own"
+            raise ConfigError(wanted, f"a {type(expert).__name__} that differs", hint=hint)
     tree = _without_values(experts[0])
     for name, parameter in first.items():
         rows = [expert.get_parameter(name).detach() for expert in experts[own]]

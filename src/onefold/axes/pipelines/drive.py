@@ -124,11 +124,9 @@ def _stages_of(schedule: object) -> list[Any]:
         return [schedule._stage]
     if isinstance(schedule, PipelineScheduleMulti):
         return list(schedule._stages)
-    raise ConfigError(
-        "a schedule of torch.distributed.pipelining",
-        f"a {type(schedule).__name__}",
-        hint="onefold.pipeline(Schedule1F1B(stage, n_microbatches=8, loss_fn=loss))",
-    )
+    wanted = "a schedule of torch.distributed.pipelining"
+    hint = "onefold.pipeline(Schedule1F1B(stage, n_microbatches=8, loss_fn=loss))"
+    raise ConfigError(wanted, f"a {type(schedule).__name__}", hint=hint)
 
 
 def _splits(schedule: PipelineScheduleSingle | PipelineScheduleMulti) -> bool:
@@ -186,11 +184,9 @@ def check_window(window: object) -> None:
     if isinstance(window, str):
         parse_nbytes("window", window)
     elif not (window is None or is_number):
-        raise ConfigError(
-            "window to be a number of units from 0 on, bytes as text, or None",
-            repr(window),
-            hint='onefold.pipeline(schedule, window="8GiB"), or no window: what fits',
-        )
+        wanted = "window to be a number of units from 0 on, bytes as text, or None"
+        hint = 'onefold.pipeline(schedule, window="8GiB"), or no window: what fits'
+        raise ConfigError(wanted, repr(window), hint=hint)
 
 
 def engines_of(stages: Sequence[Any], *, splits: bool) -> dict[int, Engine]:
@@ -213,12 +209,9 @@ def engines_of(stages: Sequence[Any], *, splits: bool) -> dict[int, Engine]:
         tiled = [unit.name for unit in engine.units if unit.is_tiled]
         if splits and tiled:
             hint = "take a schedule with whole backwards, or leave Offload(tile=) out"
-            raise ConfigError(
-                "whole weights, for a schedule that runs backwards of weights apart",
-                f"unit {tiled[0]!r}, which is gathered in row blocks",
-                where=where,
-                hint=hint,
-            )
+            wanted = "whole weights, for a schedule that runs backwards of weights apart"
+            got = f"unit {tiled[0]!r}, which is gathered in row blocks"
+            raise ConfigError(wanted, got, where=where, hint=hint)
         _check_axes(stage, engine, where)
         engines[stage.stage_index] = engine
     _check_shared(engines)

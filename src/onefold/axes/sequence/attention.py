@@ -80,11 +80,9 @@ class AttentionMode(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return self.attention(*args, **(kwargs or {}))
         if func is F.multi_head_attention_forward:
-            raise ConfigError(
-                "attention by F.scaled_dot_product_attention in a split sequence",
-                "torch.nn.MultiheadAttention, which hides it",
-                hint="call F.scaled_dot_product_attention in a module of your own",
-            )
+            wanted = "attention by F.scaled_dot_product_attention in a split sequence"
+            hint = "call F.scaled_dot_product_attention in a module of your own"
+            raise ConfigError(wanted, "torch.nn.MultiheadAttention, which hides it", hint=hint)
         return func(*args, **(kwargs or {}))
 
 
@@ -112,12 +110,10 @@ class _Call:
             wanted = "attn_mask or is_causal=True"
             raise ConfigError(wanted, "both", hint="put the causal part into the mask")
         if mask is None and not is_causal and padding:
-            raise StateError(
-                "a mask, is_causal=True, or a length that the ranks divide",
-                f"attention over all positions, {padding} of which are padding",
-                where=f"rank {self.group.rank}",
-                hint="pad the rows yourself and mask the padding, or choose another length",
-            )
+            wanted = "a mask, is_causal=True, or a length that the ranks divide"
+            got = f"attention over all positions, {padding} of which are padding"
+            hint = "pad the rows yourself and mask the padding, or choose another length"
+            raise StateError(wanted, got, where=f"rank {self.group.rank}", hint=hint)
 
     def grouped(self, key: Tensor, value: Tensor, is_masked: bool) -> tuple[Tensor, Tensor, bool]:
         """Return keys and values for this rank's query heads, and whether kernels repeat them.

@@ -124,11 +124,9 @@ def _check(module: nn.Module, group: Group) -> None:
             isinstance(part, nn.Conv1d) and part.kernel_size > (1,)
         )
         if group.world_size > 1 and mixes:
-            raise ConfigError(
-                "positions to be mixed by F.scaled_dot_product_attention alone",
-                f"torch.nn.{type(part).__name__} at {name!r}",
-                hint="it would see this rank's positions alone",
-            )
+            wanted = "positions to be mixed by F.scaled_dot_product_attention alone"
+            hint = "it would see this rank's positions alone"
+            raise ConfigError(wanted, f"torch.nn.{type(part).__name__} at {name!r}", hint=hint)
         if MARK in part.__dict__:
             wanted = "a module that is not split yet"
             hint = "keep the handle of the first call; sequence.remove() undoes it"
@@ -140,11 +138,9 @@ def _check(module: nn.Module, group: Group) -> None:
         if isinstance(parameter, DTensor) and getattr(parameter, "_onefold_owner", None) is None:
             shared = set(parameter.device_mesh.mesh.flatten().tolist()) & set(mine) - {rank}
             if shared:
-                raise ConfigError(
-                    "axes of sequence and tensors that share no other rank",
-                    f"ranks {sorted(shared)} in both, at parameter {name!r}",
-                    hint="make a mesh with one axis for each",
-                )
+                wanted = "axes of sequence and tensors that share no other rank"
+                got = f"ranks {sorted(shared)} in both, at parameter {name!r}"
+                raise ConfigError(wanted, got, hint="make a mesh with one axis for each")
 
 
 class SequenceSplit:
@@ -266,11 +262,9 @@ class SequenceSplit:
         if sys.exception() is not None or self._calls is None:
             return None
         if self.parts > 1 and self._attention.num_calls == before:
-            raise StateError(
-                "a forward of a split sequence to call F.scaled_dot_product_attention",
-                f"no call in {type(module).__name__}",
-                hint="attention by other functions sees this rank's positions alone",
-            )
+            wanted = "a forward of a split sequence to call F.scaled_dot_product_attention"
+            hint = "attention by other functions sees this rank's positions alone"
+            raise StateError(wanted, f"no call in {type(module).__name__}", hint=hint)
         return self._calls.outputs(outputs)
 
     def _pieces(self, length: int) -> SequencePieces:
@@ -305,11 +299,9 @@ class SequenceSplit:
         everyone = self._group.gather(mine)
         if any(rows != everyone[0] for rows in everyone):
             shapes = [shape for _, shape in everyone]
-            raise ConfigError(
-                "the same whole rows on all ranks that share a sequence",
-                f"others, of shapes {shapes}",
-                hint="pick rows by the rank in the data axis, not by the global rank",
-            )
+            wanted = "the same whole rows on all ranks that share a sequence"
+            hint = "pick rows by the rank in the data axis, not by the global rank"
+            raise ConfigError(wanted, f"others, of shapes {shapes}", hint=hint)
         self._has_compared = True
 
 
