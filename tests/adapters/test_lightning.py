@@ -802,6 +802,6 @@ def test_ranks_of_a_launcher_that_lightning_does_not_know_never_train_apart(monk
 
     def body(rank):
         with pytest.raises(onefold.ConfigError, match=r"3 ranks of WORLD_SIZE, got .* group of 2"):
-            Sharding().apply(nn.Linear(4, 4), [], None, None)
+            Sharding().apply(None, nn.Linear(4, 4), [], None)
 
     run_ranks(2, body)

@@ -292,11 +292,9 @@ class KVLayer(CacheLayerMixin):
             after.prefetch()
 
     def get_seq_length(self) -> int:
-        """Return the number of tokens."""
         return 0 if self.tokens is None else self.tokens.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the length and offset of the mask."""
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:

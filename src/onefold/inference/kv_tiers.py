@@ -56,7 +56,6 @@ class BlockRun:
 
     @property
     def block_nbytes(self) -> int:
-        """Bytes of one block."""
         return self.place.nbytes // self.capacity
 
     @property
@@ -224,7 +223,6 @@ class KVTiers:
         return ahead[1] if ahead else None
 
     def drop_ahead(self) -> None:
-        """End the read-ahead."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             ahead[1].end()

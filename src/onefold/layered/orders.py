@@ -130,7 +130,7 @@ class Layered:
                 self.border_nbytes += mine.nbytes
                 self._run_back(thread, mine, is_first=number == 0, is_last=number == last)
             elif number == 0 or not self._is_proved:
-                mine.check_border()
+                mine.check([tensor for tensor, _ in mine.borders[-1]])  # of the segment that ended
         if not threads[0].is_over:
             self._free_used()
 
@@ -310,10 +310,6 @@ class Cuts:
             before = [n for n, _ in node.next_functions if n is not None and n not in seen]
             seen.update(before)
             nodes += before
-
-    def check_border(self) -> None:
-        """Check the segment that has just ended."""
-        self.check([tensor for tensor, _ in self.borders[-1]])
 
     def end_forward(self) -> None:
         """Let go of tensors that are needed only to recognise them."""

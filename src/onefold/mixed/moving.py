@@ -93,7 +93,6 @@ def move(items: Sequence[Rows], context: Context, name: str) -> int:
 
 
 def _bytes(flat: Tensor) -> Tensor:
-    """The bytes of a stretch of a flat tensor, as a view."""
     return flat.view(torch.uint8)
 
 

@@ -67,7 +67,6 @@ _NO_TIME = Times(0.0, 0.0)
 
 
 def now() -> Times:
-    """Read both clocks."""
     return Times(time.perf_counter(), time.thread_time())
 
 
@@ -139,12 +138,10 @@ class RowSpeeds:
     # the observer
 
     def held(self, kind: str, tier: str, nbytes: int) -> None:
-        """See `Observer.held`."""
         if self._recorder is not None:
             self._recorder.held(kind, tier, nbytes)
 
     def begin(self, stream: Stream, verb: str, unit: str) -> Span:
-        """See `Observer.begin`."""
         if stream is Stream.PHASE:
             if verb != "forward" or torch.is_grad_enabled():
                 self._begin(verb)
@@ -244,7 +241,6 @@ class _Span:
         self._note = note
 
     def end(self, nbytes: int = 0) -> None:
-        """It is over."""
         if self._note is not None:
             self._note()
 
@@ -253,7 +249,6 @@ _UNTIMED = _Span()
 
 
 def even(world_size: int) -> tuple[float, ...]:
-    """Return equal weights."""
     return (1 / world_size,) * world_size
 
 
@@ -310,7 +305,6 @@ class AffineFit:
         return self.steps >= self.STEPS or (self.steps > 2 and self.seconds > self.SECONDS / 2)
 
     def note(self, rows: int, seconds: float) -> None:
-        """Add one step."""
         self.steps += 1
         self.seconds += seconds
         keep = 1 - min(1 / self.STEPS, seconds / self.SECONDS)

@@ -110,7 +110,9 @@ class islands:
             optimizers = as_list(optimizer)
             if codec is not None:
                 codec_of(codec)
-            _check_timeout(timeout)
+            if isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout <= 0:
+                wanted = "timeout to be a positive number of seconds"
+                raise ConfigError(wanted, repr(timeout), hint=f"{TIMEOUT_S:g} is the default")
             shares = _shares_of(engine, periods, optimizers)
             return periods, Anchors(shares, optimizers, outer, feeds_back=codec is not None)
 
@@ -135,7 +137,6 @@ class islands:
 
     @property
     def island(self) -> int:
-        """The number of this island."""
         return self._members.island
 
     @property
@@ -340,13 +341,6 @@ def _shares_of(engine: Engine, periods: Periods, optimizers: list[Optimizer]) ->
     return shares
 
 
-def _check_timeout(timeout: object) -> None:
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout <= 0:
-        hint = f"timeout={TIMEOUT_S:g} is the default"
-        raise ConfigError("timeout to be a positive number of seconds", repr(timeout), hint=hint)
-
-
 def _described(outer: Optimizer) -> str:
-    """The outer optimizer's class and hyper-parameters."""
     groups = [{k: v for k, v in group.items() if k != "params"} for group in outer.param_groups]
     return f"{type(outer).__name__} {groups}"

@@ -114,7 +114,9 @@ class Journal:
                 self._check_facts(record.members)
                 self._store.set(f"wants/{self.island}", "")
                 return record
-        self._check_not_refused()
+        refusal = self.look_for(f"refused/{self._hello.incarnation}")
+        if refusal is not None:
+            raise ConfigError(refusal)
         everyone = range(self.num_islands)
         wants = {k: name for k in everyone if (name := self._wants(k))}
         if len(wants) < self.num_islands:
@@ -125,7 +127,9 @@ class Journal:
         first = JournalRecord(
             index=self._tail + 1, members=tuple(everyone), epoch=self._tail + 1,
             step=steps[source], source=source, joined=wants,
-            adopters=tuple(k for k in everyone if k != source and steps[k] in (0, *_older(steps))),
+            adopters=tuple(
+                k for k in everyone if k != source and (steps[k] == 0 or steps[k] < steps[source])
+            ),
         )  # fmt: skip
         self._write(first)
         return None  # the next look finds it, or the record of another island
@@ -151,12 +155,6 @@ class Journal:
             difference = first_difference(self.hello_of(island), self._hello, island, self.island)
             if difference:
                 raise ConfigError(difference)
-
-    def _check_not_refused(self) -> None:
-        assert self._hello is not None, "an island arrives first"
-        refusal = self.look_for(f"refused/{self._hello.incarnation}")
-        if refusal is not None:
-            raise ConfigError(refusal)
 
     # attempts
 
@@ -251,11 +249,6 @@ class Journal:
             keys += [f"vote/{index}/{island}", f"begins/{index}/{island}"]
         for key in keys if index >= 0 else []:
             self._store.delete_key(key)
-
-
-def _older(steps: Mapping[int, int]) -> list[int]:
-    """The steps before the last one: their islands take over a newer state."""
-    return [step for step in steps.values() if step < max(steps.values())]
 
 
 def decide(record: JournalRecord, votes: Mapping[int, Vote]) -> JournalRecord:

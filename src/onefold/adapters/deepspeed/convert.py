@@ -52,7 +52,9 @@ def from_deepspeed(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[s
     _refuse(settings)
     stage = _stage(settings)
     wire = _wire(settings, stage)
-    fitted = _without_nodes(wire) if _is_one_host() else wire
+    ranks = os.environ.get("WORLD_SIZE", "")
+    is_one_host = ranks.isdecimal() and ranks == os.environ.get("LOCAL_WORLD_SIZE")
+    fitted = _without_nodes(wire) if is_one_host else wire
     arguments = {
         "stage": stage,
         "precision": _precision(settings),
@@ -92,7 +94,6 @@ class Settings:
         return value
 
     def flag(self, name: str) -> bool:
-        """Return True if a key is true."""
         return bool(self.get(name, bool, False))
 
     def word(self, name: str, known: Mapping[str, Any]) -> Any:
@@ -298,9 +299,3 @@ def _without_nodes(wire: Any) -> Any:
         return wire
     wire = replace(wire, secondary=None)
     return None if wire.is_plain else wire
-
-
-def _is_one_host() -> bool:
-    """True if a launcher says so."""
-    ranks = os.environ.get("WORLD_SIZE", "")
-    return ranks.isdecimal() and ranks == os.environ.get("LOCAL_WORLD_SIZE")

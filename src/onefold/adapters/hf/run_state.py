@@ -63,7 +63,7 @@ class RunState:
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         self._model = model
         self._optimizer = plain_optimizer(optimizer)
-        self._staged: Path | None = None
+        self.staged: Path | None = None  # between `stage` and `publish`
         self._mark: dict[str, str] | None = None
         self._hook = self._optimizer.register_state_dict_post_hook(self._without_shards)
 
@@ -77,12 +77,12 @@ class RunState:
         staged = directory / f"{_STAGED}{step}"
         first(group, lambda: shutil.rmtree(staged, ignore_errors=True))
         save(staged, self._model, self._optimizer, frozen=not is_peft(self._model))
-        self._staged = staged
+        self.staged = staged
         self._mark = {"id": read_manifest(staged).save_id, "folder": str(directory.absolute())}
 
     def publish(self, checkpoint: Path) -> None:
         """Move the saved state into a Trainer's checkpoint. A collective."""
-        staged, self._staged, self._mark = self._staged, None, None
+        staged, self.staged, self._mark = self.staged, None, None
         if staged is None:
             return
 
@@ -98,11 +98,6 @@ class RunState:
                 shutil.rmtree(left, ignore_errors=True)
 
         first(engine_of(self._model).group, move)
-
-    @property
-    def is_staged(self) -> bool:
-        """True between `stage` and `publish`."""
-        return self._staged is not None
 
     def _without_shards(
         self, optimizer: Optimizer, state_dict: dict[str, Any]

@@ -135,7 +135,6 @@ class Callback(TrainerCallback):
     # events
 
     def on_init_end(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
-        """Shard the model."""
         self.prepare(kwargs["model"], args, kwargs.get("optimizer"))
 
     def on_train_begin(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
@@ -155,14 +154,14 @@ class Callback(TrainerCallback):
         model = kwargs["model"]
         self._end_generation()
         events.agree(engine_of(model), "the beginning of a step", state.global_step, control)
-        self.whole(model, args).drop_if_stale()
+        whole = self.whole(model, args)
+        if not whole.is_current():
+            whole.drop()
 
     def on_step_end(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
-        """Agree on flags; make a save and an evaluation ready."""
         self._make_ready("the end of a step", args, state, control, kwargs["model"])
 
     def on_epoch_end(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
-        """Agree on flags; make a save and an evaluation ready."""
         self._make_ready("the end of an epoch", args, state, control, kwargs["model"])
 
     def on_prediction_step(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
@@ -221,7 +220,7 @@ class Callback(TrainerCallback):
         events.agree(engine_of(model), event, state.global_step, control)
         if control.should_save and self._saves_by_event and self.run is not None:
             self.whole(model, args).take()
-            if not args.save_only_model and not self.run.is_staged:
+            if not args.save_only_model and self.run.staged is None:
                 self.run.stage(Path(str(args.output_dir)), state.global_step)
         if control.should_evaluate:
             self._begin_generation(model, args)

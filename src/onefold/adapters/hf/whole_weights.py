@@ -91,11 +91,6 @@ class WholeWeights:
         """Forget the values, and give back the bytes on the disk."""
         self._values, self._edits = {}, -1
 
-    def drop_if_stale(self) -> None:
-        """Forget values that no longer are the module's."""
-        if self._values and not self.is_current():
-            self.drop()
-
     def show(self, _: nn.Module, state: dict[str, Any], *__: object) -> None:
         """Put whole values in place of sharded ones, in the module's `state_dict()`."""
         if not self._values or not self.is_current():

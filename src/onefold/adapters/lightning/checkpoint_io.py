@@ -51,7 +51,11 @@ def write(
     """
     group = engine_of(module).group
     draft = _beside(path, "new")
-    extra: dict[str, Any] = {_TIED: _tied_names(module)}
+    known = engine_of(module).by_sharded
+    named = module.named_parameters(remove_duplicate=False)
+    fqns = {name: known[id(p)].fqn for name, p in named if id(p) in known}
+    tied = {name: fqn for name, fqn in fqns.items() if name != fqn}  # and where each is saved
+    extra: dict[str, Any] = {_TIED: tied}
 
     def prepare() -> None:
         extra[_KEY] = _packed(rest)
@@ -120,14 +124,6 @@ def as_file(path: str | os.PathLike[str], *, weights_only: bool | None = None) -
     torch.save(rest | {"state_dict": state}, file)
     file.seek(0)
     return file
-
-
-def _tied_names(module: nn.Module) -> dict[str, str]:
-    """Return other names of parameters, with the name under which each is saved."""
-    known = engine_of(module).by_sharded
-    named = module.named_parameters(remove_duplicate=False)
-    fqns = {name: known[id(p)].fqn for name, p in named if id(p) in known}
-    return {name: fqn for name, fqn in fqns.items() if name != fqn}
 
 
 def _of_another(path: Path) -> CheckpointError:

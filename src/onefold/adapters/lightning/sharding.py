@@ -70,21 +70,23 @@ class Sharding:
             )
         return self._precision
 
-    def mesh(self, device: torch.device, num_nodes: int, num_processes: int) -> MeshChoice:
-        """Return the mesh where `shard` could not see Lightning's choice of device and nodes."""
-        if self._choices.get("wire") is not None and num_nodes > 1:
-            return init_device_mesh(device.type, (num_nodes, num_processes))
-        if device.type == "cpu" and torch.accelerator.is_available():
-            return init_device_mesh("cpu", (num_nodes * num_processes,))
-        return None
-
     def apply(
-        self, module: nn.Module, optimizers: Sequence[Optimizer], plugin: Any, mesh: MeshChoice
+        self, strategy: Any, module: nn.Module, optimizers: Sequence[Optimizer], plugin: Any
     ) -> None:
-        """Shard a module and its optimizers; one that is sharded already gets the optimizers."""
+        """Shard a module and its optimizers; one that is sharded already gets the optimizers.
+
+        `strategy` knows devices and nodes, `plugin` is its precision.
+        """
         _check_ranks()
         precision = self.precision_with(plugin)
         if not is_sharded(module):
+            # where `shard` would not see Lightning's choice of device and nodes
+            kind, nodes = strategy.root_device.type, strategy.num_nodes
+            mesh: MeshChoice = None
+            if self._choices.get("wire") is not None and nodes > 1:
+                mesh = init_device_mesh(kind, (nodes, strategy.num_processes))
+            elif kind == "cpu" and torch.accelerator.is_available():
+                mesh = init_device_mesh("cpu", (nodes * strategy.num_processes,))
             choices: dict[str, Any] = {"mesh": mesh, "precision": precision, **self._choices}
             shard(module, list(optimizers) or None, stage=self._stage, **choices)
             return

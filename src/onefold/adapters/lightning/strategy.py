@@ -64,9 +64,8 @@ class FabricStrategy(DDPStrategy):
         return self._sharded(module, optimizers), optimizers, scheduler
 
     def _sharded(self, module: nn.Module, optimizers: list[Optimizer]) -> nn.Module:
-        mesh = self.sharding.mesh(self.root_device, self.num_nodes, self.num_processes)
         is_new = not is_sharded(module)
-        self.sharding.apply(module, optimizers, self.precision, mesh)
+        self.sharding.apply(self, module, optimizers, self.precision)
         if is_new:
             module.register_forward_pre_hook(lambda module, _: share_buffers(module))
         return module

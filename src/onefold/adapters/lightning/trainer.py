@@ -70,8 +70,7 @@ class TrainerStrategy(DDPStrategy):
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
             optimizers = self._real_optimizers()
-        mesh = self.sharding.mesh(self.root_device, self.num_nodes, self.num_processes)
-        self.sharding.apply(module, optimizers, self.precision_plugin, mesh)
+        self.sharding.apply(self, module, optimizers, self.precision_plugin)
         self.setup_precision_plugin()
 
     def model_to_device(self) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -172,7 +172,7 @@ class ExpertParallel(nn.Module):
         else:
             for name, parameter in experts.named_parameters(recurse=False):
                 rows = parameter.detach()[own].clone()
-                shown = _shown(rows, parameter.shape, shown_on)
+                shown = dtensor_of(rows, shown_on, [Shard(0)], parameter.shape)
                 self.register_parameter(name, nn.Parameter(shown, parameter.requires_grad))
             inner = _without_values(experts)
             inner.num_experts = len(self.own_experts)  # type: ignore[assignment]
@@ -251,9 +251,11 @@ def distribute(model: nn.Module, mesh: DeviceMesh | dist.ProcessGroup) -> list[E
     Source: GShard, arXiv 2006.16668, section 3.
     """
     spread: list[ExpertParallel] = []
-    for part, name, experts in list(_experts_of(model)):
-        spread.append(ExpertParallel(experts, mesh))
-        setattr(part, name, spread[-1])
+    for part in list(model.modules()):
+        for name, child in part.named_children():
+            if _are_experts(child):
+                spread.append(ExpertParallel(child, mesh))
+                setattr(part, name, spread[-1])
     if not spread:
         raise ConfigError(
             "a model with stacked experts: modules with `num_experts`, called with hidden "
@@ -262,13 +264,6 @@ def distribute(model: nn.Module, mesh: DeviceMesh | dist.ProcessGroup) -> list[E
             hint="wrap the experts of your own blocks in onefold.experts.ExpertParallel",
         )
     return spread
-
-
-def _experts_of(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    for part in model.modules():
-        for name, child in part.named_children():
-            if _are_experts(child):
-                yield part, name, child
 
 
 def _are_experts(module: nn.Module) -> bool:
@@ -295,11 +290,6 @@ def _num_experts(experts: nn.Module) -> int:
     return experts.num_experts  # type: ignore[return-value]
 
 
-def _shown(rows: Tensor, shape: Sequence[int], axis: DeviceMesh) -> Tensor:
-    """A DTensor of the experts of all ranks, of which this rank has some rows."""
-    return dtensor_of(rows, axis, [Shard(0)], shape)
-
-
 def _mesh_of(group: dist.ProcessGroup, experts: nn.Module) -> DeviceMesh:
     kinds = {p.device.type for p in experts.parameters()} - {"meta"}
     accelerator = torch.accelerator.current_accelerator()
@@ -320,7 +310,7 @@ def _stacked(experts: nn.ModuleList, own: slice, axis: DeviceMesh) -> nn.Module:
     for name, parameter in first.items():
         rows = [expert.get_parameter(name).detach() for expert in experts[own]]
         owner, _, attribute = name.rpartition(".")
-        shown = _shown(torch.stack(rows), (len(experts), *parameter.shape), axis)
+        shown = dtensor_of(torch.stack(rows), axis, [Shard(0)], (len(experts), *parameter.shape))
         stacked = nn.Parameter(shown, parameter.requires_grad)
         tree.get_submodule(owner).register_parameter(attribute, stacked)
     return tree

@@ -103,7 +103,6 @@ class Calls:
         return {key: cut_tensors(value, main, pieces) for key, value in arguments.items()}
 
     def around(self, whole: Arguments, pieces: SequencePieces) -> AbstractContextManager[object]:
-        """Enclose the forward."""
         return nullcontext()
 
     def outputs(self, outputs: Any) -> Any:

@@ -95,16 +95,12 @@ def split_sequence(
     Source: DeepSpeed-Ulysses, arXiv 2309.14509.
     """
     module = uncompiled(module)
-    group = _axis_of(mesh)
-    _check(module, group)
-    return SequenceSplit(module, group, _calls_of(module, group, positions, inputs))
-
-
-def _axis_of(mesh: meshes.MeshChoice) -> Group:
     if isinstance(mesh, DeviceMesh) and mesh.ndim != 1:
         wanted = "the axis of the sequence, a mesh of one axis"
         raise ConfigError(wanted, f"shape {tuple(mesh.shape)}", hint='mesh["cp"]')
-    return meshes.resolve(mesh).everyone
+    group = meshes.resolve(mesh).everyone
+    _check(module, group)
+    return SequenceSplit(module, group, _calls_of(module, group, positions, inputs))
 
 
 def _calls_of(module: nn.Module, group: Group, positions: str | None, inputs: bool) -> Calls | None:
@@ -331,7 +327,8 @@ class _AttentionHooks(threading.local):
     def install(self, root: nn.Module) -> Iterator[RemovableHandle]:
         """Hook the parts that may hold attention; the root is hooked by the caller."""
         for module in root.modules():
-            if module is not root and not _is_plain_leaf(module):
+            is_own = type(module).__module__.startswith("torch.nn.")  # calls no attention
+            if module is not root and (not is_own or any(module.children())):
                 yield module.register_forward_pre_hook(self._before)
                 yield module.register_forward_hook(self._after, always_call=True)
 
@@ -343,11 +340,6 @@ class _AttentionHooks(threading.local):
     @torch._disable_dynamo
     def _after(self, module: nn.Module, *_: Any) -> None:
         self.leave(module)
-
-
-def _is_plain_leaf(module: nn.Module) -> bool:
-    """True for torch's own layers, which call no attention."""
-    return type(module).__module__.startswith("torch.nn.") and not any(module.children())
 
 
 def _ranks_of(group: Group) -> set[int]:
