@@ -15,8 +15,8 @@ if TYPE_CHECKING:  # `as`: type checkers take these names for public ones
     from onefold.adapters.hf.accelerate import adopt as adopt
     from onefold.adapters.hf.trainer import Callback as Callback
     from onefold.adapters.hf.trainer import TrainerMixin as TrainerMixin
-    from onefold.adapters.hf.trl import adopt_trainer as adopt_trainer
     from onefold.adapters.hf.wrap import adopt_frozen as adopt_frozen
+    from onefold.adapters.hf.wrap import adopt_trainer as adopt_trainer
     from onefold.inference.kv_cache import KVCache as KVCache
     from onefold.inference.prefilling import prefill as prefill
 
@@ -26,7 +26,7 @@ _HOMES = {
     "TrainerMixin": "onefold.adapters.hf.trainer",
     "adopt": "onefold.adapters.hf.accelerate",
     "adopt_frozen": "onefold.adapters.hf.wrap",
-    "adopt_trainer": "onefold.adapters.hf.trl",
+    "adopt_trainer": "onefold.adapters.hf.wrap",
     "prefill": "onefold.inference.prefilling",
 }
 

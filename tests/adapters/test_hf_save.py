@@ -24,7 +24,7 @@ from transformers import Trainer, TrainerCallback
 
 import onefold
 import onefold.hf
-from onefold.adapters.hf.run_state import newest
+from onefold.adapters.hf.saving import newest
 from tests.adapters.test_hf_trainer import Mine, Net, assert_as
 from tests.house.test_examples import alone as alone_in_one_process
 from tests.house.test_examples import under_torchrun

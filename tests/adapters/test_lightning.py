@@ -35,8 +35,8 @@ from lightning.pytorch.plugins.precision import FSDPPrecision  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
 from lightning.pytorch.utilities import grad_norm  # noqa: E402
 
-from onefold.adapters.lightning.sharding import Sharding  # noqa: E402
 from onefold.adapters.lightning.strategy import FabricStrategy  # noqa: E402
+from onefold.adapters.lightning.trainer import Sharding  # noqa: E402
 from onefold.lightning import Strategy, as_file  # noqa: E402
 
 pytestmark = pytest.mark.process

@@ -34,14 +34,15 @@ from onefold.adapters.hf.conflicts import (
     check_optimizer,
     refuse_other_engines,
 )
-from onefold.adapters.hf.run_state import (
+from onefold.adapters.hf.saving import (
     FOLDER,
     ResumeWithOnefoldCallback,
     RunState,
+    WholeWeights,
     folders_of,
+    is_peft,
     newest,
 )
-from onefold.adapters.hf.whole_weights import WholeWeights, is_peft
 from onefold.adapters.hf.wrap import mark_prepared, run_under_autocast
 from onefold.adapters.versions import warn_if_untested
 from onefold.api import shard

@@ -20,8 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from onefold.adapters.lightning import checkpoint_io as checkpoints
-from onefold.adapters.lightning.sharding import Sharding, share_buffers
-from onefold.adapters.lightning.trainer import TrainerStrategy
+from onefold.adapters.lightning.trainer import Sharding, TrainerStrategy, share_buffers
 from onefold.adapters.versions import warn_if_untested
 from onefold.api import accumulate
 from onefold.config import StageChoice

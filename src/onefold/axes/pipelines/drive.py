@@ -21,8 +21,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
-from onefold.axes.pipelines.driver import StageDriver, StepsOfRank, drive, is_driven
-from onefold.axes.pipelines.ties import Tied, ties_of
+from onefold.axes.pipelines.driver import StageDriver, StepsOfRank, Tied, drive, is_driven, ties_of
 from onefold.engine.engine import Engine
 from onefold.engine.pipelined import Pipeline
 from onefold.engine.registry import find_engine
