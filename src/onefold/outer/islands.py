@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -18,8 +17,8 @@ from onefold.engine.registry import engine_of
 from onefold.engine.watch import in_backward
 from onefold.errors import ConfigError, StateError, WireError
 from onefold.outer.anchors import Anchors, OuterChoice, Share
-from onefold.outer.journal import Hello, JournalRecord
-from onefold.outer.membership import Meeting, Membership, find_place, layout_of, model_of
+from onefold.outer.journal import JournalRecord
+from onefold.outer.membership import Meeting, Membership, find_place
 from onefold.outer.periods import Periods
 from onefold.outer.rounds import OuterRound
 from onefold.unit.parameter import UnitParameter
@@ -122,16 +121,14 @@ class islands:
         self.outer, self._anchors = anchors.outer, anchors
         self.num_steps = self.num_rounds = self.num_dropped = self.num_joined = 0
         self.waited_s = 0.0
-        self._members = Membership(engine.group, place, anchors.shares, coding, timeout)
-        self._facts = {
+        facts = {
             "stage": engine.recipe.stage.number,
             "wire": str(engine.recipe.wire),
             "codec": "exact" if coding is None else coding.name,
             "every": str(self.periods),
             "outer": _described(anchors.outer),
-            "model": model_of(anchors.shares),
         }
-        self._layout = layout_of(engine.group, anchors.shares)
+        self._members = Membership(engine.group, place, anchors.shares, coding, timeout, facts)
         self._pending: OuterRound | None = None
         self.resume(engine.companions.join(self))
 
@@ -217,7 +214,7 @@ class islands:
         """
         self._check_resting()
         together(self._members.group, lambda: self._take_over(state))
-        self._members.meet(Hello(self._facts, self._layout, self.num_steps))
+        self._members.meet(self.num_steps)
         self._transfer()
         if self._pending is not None:
             self._pending.start(self._members, self._engine.ledger)
@@ -254,7 +251,7 @@ class islands:
 
     def _join(self) -> None:
         """This island was left out: wait for the others' next exchange and take over its state."""
-        self._members.meet(Hello(self._facts, self._layout, self.num_steps))
+        self._members.meet(self.num_steps)
         self._transfer()
         self.num_joined += 1
 
@@ -272,7 +269,7 @@ class islands:
             deadline = max(deadline, time.monotonic())
             verdict = members.verdict(deadline, failure, record.index, "state")
             if members.island not in verdict.members:
-                members.meet(Hello(self._facts, self._layout, self.num_steps))
+                members.meet(self.num_steps)
             elif verdict.is_committed and members.island in record.adopters:
                 self._rest()
                 self._anchors.adopt(described, rows)
@@ -284,8 +281,8 @@ class islands:
         """Send the source's anchors and outer state to all, unit by unit; return them."""
         members, anchors = self._members, self._anchors
         if members.island == record.source:
-            members.note(json.dumps({**anchors.describe_state(), "num_steps": self.num_steps}))
-        described = json.loads(members.read_note(deadline))
+            members.note({**anchors.describe_state(), "num_steps": self.num_steps})
+        described = members.read_note(deadline)
         members.connect()
         source, received = record.members.index(record.source), list[list[Tensor]]()
         is_source = members.island == record.source

@@ -74,7 +74,7 @@ class Hello:
 
     facts: dict[str, Any]
     layout: dict[str, Any]
-    step: int
+    step: int = 0
     incarnation: str = ""
 
 

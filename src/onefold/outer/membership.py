@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -35,11 +35,22 @@ class Membership:
 
     def __init__(
         self, group: Group, place: IslandPlace, shares: list[Share], codec: Codec | None,
-        timeout: float,
+        timeout: float, facts: dict[str, Any],
     ) -> None:  # fmt: skip
+        """`facts` must be the same on all islands, as the parameters that they exchange."""
         self.group, self.timeout = group, timeout
         self.island = place.island
         self._place, self._shares, self._codec = place, shares, codec
+        context = shares[0].unit.context
+        by_rows = [context.routes.hops is not None or share.unit.is_tiled for share in shares]
+        layout = {"ranks": group.world_size, "shares": context.shares, "by_rows": by_rows}
+        model = [
+            f"{parameter.fqn} {list(parameter.slot.shape)} of {str(share.dtype)[6:]} in unit "
+            f"{share.unit.name}"
+            for share in shares
+            for parameter in share.parameters
+        ]
+        self._hello = Hello({**facts, "model": model}, layout)
         self._journal = Journal(place.store, place.island, place.num_islands)
         self._left: list[IslandLinks] = []  # whose messages gloo has not given up yet
         self._messages: dict[tuple[int, bool], list[ParcelMessage]] = {}
@@ -53,7 +64,7 @@ class Membership:
         """This island's position among those that take part."""
         return self.record.members.index(self.island)
 
-    def meet(self, hello: Hello) -> JournalRecord:
+    def meet(self, step: int) -> None:
         """Ask to take part, and wait for a record that has this island. A collective."""
         journal, start = self._journal, time.monotonic()
 
@@ -64,9 +75,8 @@ class Membership:
             if waited > self.timeout:
                 raise WireError(_not_met(journal, waited))
 
-        first(self.group, lambda: journal.arrive(hello))
+        first(self.group, lambda: journal.arrive(replace(self._hello, step=step)))
         self._enter(wait_for(self.group, journal.look_for_place, limit))
-        return self.record
 
     def verdict(self, deadline: float, failure: str, step: int, work: str) -> JournalRecord:
         """Vote on an attempt, and wait for what all islands hold of it. A collective.
@@ -135,13 +145,13 @@ class Membership:
         by_rows = layout["by_rows"][index]
         return cut_of(rows.cut.shape, layout["ranks"], layout["shares"], by_rows=by_rows)
 
-    def note(self, text: str) -> None:
-        """Leave a text about this attempt for the other islands. A collective."""
-        key = f"meta/{self.record.index}"
+    def note(self, described: dict[str, Any]) -> None:
+        """Leave values about this attempt for the other islands. A collective."""
+        key, text = f"meta/{self.record.index}", json.dumps(described)
         first(self.group, lambda: self._journal.note(key, text))
 
-    def read_note(self, deadline: float) -> str:
-        """The text that an island left about this attempt. A collective."""
+    def read_note(self, deadline: float) -> dict[str, Any]:
+        """The values that an island left about this attempt. A collective."""
 
         def limit() -> None:
             if time.monotonic() > deadline:
@@ -150,7 +160,7 @@ class Membership:
                 raise WireError("the state of a running island", got, hint=hint)
 
         key = f"meta/{self.record.index}"
-        return wait_for(self.group, lambda: self._journal.look_for(key), limit)
+        return json.loads(wait_for(self.group, lambda: self._journal.look_for(key), limit))
 
 
 def _not_met(journal: Journal, waited: float) -> str:
@@ -161,27 +171,6 @@ def _not_met(journal: Journal, waited: float) -> str:
     missing = ", ".join(map(str, journal.missing()))
     hint = "start every island; onefold.islands(timeout=) says how many seconds they wait"
     return expected(f"all islands within {waited:.0f} s", f"none of island {missing}", hint=hint)
-
-
-def layout_of(group: Group, shares: list[Share]) -> dict[str, Any]:
-    """How this island cuts its units, for the others."""
-    context = shares[0].unit.context
-    by_rows = [context.routes.hops is not None or share.unit.is_tiled for share in shares]
-    return {"ranks": group.world_size, "shares": context.shares, "by_rows": by_rows}
-
-
-def model_of(shares: list[Share]) -> list[str]:
-    """A line for each parameter that islands exchange."""
-    return [
-        f"{parameter.fqn} {list(parameter.slot.shape)} of {_short(share.dtype)} in unit "
-        f"{share.unit.name}"
-        for share in shares
-        for parameter in share.parameters
-    ]
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 T = TypeVar("T")
