@@ -46,7 +46,7 @@ class RowSampler(Sampler[list[int]]):
             `drop_last` would leave out, or shares that are not one weight a rank.
 
     Example:
-        >>> sampler = onefold.RowSampler(dataset, rows=64, seed=0)
+        >>> sampler = onefold.mixed.RowSampler(dataset, rows=64, seed=0)
         >>> loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=sampler.collate(dataset))
         >>> sampler.follow(model)            # rows move to the ranks that compute faster
         >>> for epoch in range(epochs):
@@ -134,7 +134,7 @@ class RowSampler(Sampler[list[int]]):
         if ranks != (self._rank, self._world_size):
             wanted = f"a module over the ranks of the sampler, rank {self._rank} of "
             wanted += f"{self._world_size}"
-            hint = "pass the same mesh to onefold.shard and onefold.RowSampler"
+            hint = "pass the same mesh to onefold.shard and onefold.mixed.RowSampler"
             raise ConfigError(wanted, f"rank {ranks[0]} of {ranks[1]}", hint=hint)
         speeds.begin_at(self.shares)
         self._speeds = speeds

@@ -1,4 +1,4 @@
-"""`onefold.reshare`: other shares at a step boundary, without a restart.
+"""`onefold.mixed.reshare`: other shares at a step boundary, without a restart.
 
     agree      every rank: shares, room, and the names of what moves; an error here changes nothing
     move       unit by unit: own rows of weights, masters, moments, averages, gradients
@@ -57,12 +57,12 @@ def reshare(module: nn.Module, shares: SharesChoice = AUTO) -> None:
     Example:
         >>> optimizer.step()
         >>> optimizer.zero_grad()
-        >>> onefold.reshare(model, [3, 1])  # rank 0 holds three quarters from now on
+        >>> onefold.mixed.reshare(model, [3, 1])  # rank 0 holds three quarters from now on
 
     Source: disjoint moves between ranks, as ElasWave (arXiv 2510.00606) reshards interleaved ZeRO.
     """
     engine = engine_of(module)
-    group, hint = engine.group, "call onefold.reshare with the same shares on every rank"
+    group, hint = engine.group, "call onefold.mixed.reshare with the same shares on every rank"
     with announcing(group):
         weights, *_ = same(
             group, lambda: _checked(engine, shares), "`shares`", hint=hint, kind=ConfigError
