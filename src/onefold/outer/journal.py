@@ -17,7 +17,7 @@ import uuid
 import zlib
 from ast import literal_eval
 from base64 import b64decode, b64encode
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -92,36 +92,35 @@ class Journal:
 
     def __init__(self, store: Store, island: int, num_islands: int) -> None:
         self._store, self.island, self.num_islands = store, island, num_islands
-        self._hello: Hello | None = None
         self._tail = -1
 
     # joining
 
-    def arrive(self, hello: Hello) -> None:
-        """Introduce this island and ask to take part."""
-        self._hello = replace(hello, incarnation=uuid.uuid4().hex)
-        self._store.set(f"hello/{self.island}", _dumps(self._hello))
-        self._store.set(f"wants/{self.island}", self._hello.incarnation)
+    def arrive(self, hello: Hello) -> Hello:
+        """Introduce this island and ask to take part; return the introduction as others read it."""
+        hello = replace(hello, incarnation=uuid.uuid4().hex)
+        self._store.set(f"hello/{self.island}", _dumps(hello))
+        self._store.set(f"wants/{self.island}", hello.incarnation)
         if self._store.check(["tail"]):
             self._tail = int(self._store.get("tail")) - 1
+        return hello
 
-    def look_for_place(self) -> JournalRecord | None:
-        """The record that has this island, once there is one; None so far."""
-        assert self._hello is not None, "an island arrives first"
+    def look_for_place(self, hello: Hello) -> JournalRecord | None:
+        """The record that has the island of `arrive`, once there is one; None so far."""
         while (record := self._read(self._tail + 1)) is not None:
             self._tail = record.index
-            if record.joined.get(self.island) == self._hello.incarnation:
-                self._check_facts(record.members)
+            if record.joined.get(self.island) == hello.incarnation:
+                self._check_facts(hello, record.members)
                 self._store.set(f"wants/{self.island}", "")
                 return record
-        refusal = self.look_for(f"refused/{self._hello.incarnation}")
+        refusal = self.look_for(f"refused/{hello.incarnation}")
         if refusal is not None:
             raise ConfigError(refusal)
         everyone = range(self.num_islands)
         wants = {k: name for k in everyone if (name := self._wants(k))}
         if len(wants) < self.num_islands:
             return None
-        self._check_facts(tuple(everyone))
+        self._check_facts(hello, everyone)
         steps = {k: self.hello_of(k).step for k in everyone}
         source = max(everyone, key=lambda k: (steps[k], -k))
         first = JournalRecord(
@@ -149,10 +148,9 @@ class Journal:
     def _wants(self, island: int) -> str:
         return self.look_for(f"wants/{island}") or ""
 
-    def _check_facts(self, islands: tuple[int, ...]) -> None:
-        assert self._hello is not None, "an island arrives first"
+    def _check_facts(self, hello: Hello, islands: Iterable[int]) -> None:
         for island in islands:
-            difference = first_difference(self.hello_of(island), self._hello, island, self.island)
+            difference = first_difference(self.hello_of(island), hello, island, self.island)
             if difference:
                 raise ConfigError(difference)
 
@@ -173,10 +171,13 @@ class Journal:
 
     def has_failed(self, record: JournalRecord) -> bool:
         """True if another island has given up the attempt, or all have a verdict. On any rank."""
-        keys = [f"vote/{record.index}/{k}" for k in record.members if k != self.island]
-        votes = [self.look_for(key) for key in keys]
-        is_over = any(vote and not _loads(Vote, vote).is_complete for vote in votes)
+        votes = self._votes(record).items()
+        is_over = any(not vote.is_complete for island, vote in votes if island != self.island)
         return is_over or self._store.check([f"record/{record.index + 1}"])
+
+    def _votes(self, record: JournalRecord) -> dict[int, Vote]:
+        texts = {k: self.look_for(f"vote/{record.index}/{k}") for k in record.members}
+        return {k: _loads(Vote, text) for k, text in texts.items() if text}
 
     def vote(self, record: JournalRecord, vote: Vote) -> None:
         """Answer the attempt that follows a record."""
@@ -187,8 +188,7 @@ class Journal:
         index = record.index + 1
         after = self._read(index)
         if after is None:
-            texts = {k: self.look_for(f"vote/{record.index}/{k}") for k in record.members}
-            votes = {k: _loads(Vote, text) for k, text in texts.items() if text}
+            votes = self._votes(record)
             gone = [k for k in record.members if k not in votes and self._wants(k)]
             if len(votes) + len(gone) < len(record.members) and time.monotonic() < deadline:
                 return None

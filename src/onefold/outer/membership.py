@@ -75,8 +75,8 @@ class Membership:
             if waited > self.timeout:
                 raise WireError(_not_met(journal, waited))
 
-        first(self.group, lambda: journal.arrive(replace(self._hello, step=step)))
-        self._enter(wait_for(self.group, journal.look_for_place, limit))
+        hello = first(self.group, lambda: journal.arrive(replace(self._hello, step=step)))
+        self._enter(wait_for(self.group, lambda: journal.look_for_place(hello), limit))
 
     def verdict(self, deadline: float, failure: str, step: int, work: str) -> JournalRecord:
         """Vote on an attempt, and wait for what all islands hold of it. A collective.

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -83,26 +82,15 @@ def parcels_of(
         island: the position of this rank's island among them.
         rank: this rank's number in its island.
     """
-    parcels: defaultdict[Owners, Parcel] = defaultdict(lambda: Parcel(()))
+    parcels: dict[Owners, Parcel] = {}
     for own, of_islands in zip(rows, cuts, strict=True):
-        starts = _starts(own, rank)
+        at = own.offset
         for owners, (start, stop) in _refined(of_islands):
             if owners[island] == rank:
-                first = next(at for at in starts if at[0] <= start < at[1])
-                if owners not in parcels:
-                    parcels[owners] = Parcel(owners)
-                at = first[2] + start - first[0]
-                parcels[owners].add(at, at + stop - start, is_matrix=len(own.cut.shape) > 1)
+                parcel = parcels.setdefault(owners, Parcel(owners))
+                parcel.add(at, at + stop - start, is_matrix=len(own.cut.shape) > 1)
+                at += 0 if own.cut.is_replicated else stop - start
     return [parcels[owners] for owners in sorted(parcels)]
-
-
-def _starts(own: ShareRows, rank: int) -> list[tuple[int, int, int]]:
-    """This rank's spans of a parameter: start, stop, and where it lies in the unit's rows."""
-    starts, at = list[tuple[int, int, int]](), own.offset
-    for start, stop in own.cut.spans(rank):
-        starts.append((start, stop, at))
-        at += stop - start
-    return starts
 
 
 def _refined(cuts: Sequence[Cut]) -> Iterator[tuple[Owners, Range]]:

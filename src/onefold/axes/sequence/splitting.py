@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from itertools import islice
 from typing import Any
@@ -156,7 +156,7 @@ class SequenceSplit:
         self._module = ref(module)
         self._checked: Callable[[], Engine | None] = lambda: None
         self._has_compared = self._has_looked = False
-        self._frames = ThreadStack[tuple[AbstractContextManager[object] | None, int]]()
+        self._frames = ThreadStack[tuple[AbstractContextManager[object], int]]()
         self._handles = list(self._install(module))
         module.__dict__[MARK] = True
 
@@ -170,9 +170,7 @@ class SequenceSplit:
         pieces = self._pieces(tensor.shape[dim])
         if self._calls is None and pieces.padding:
             wanted = f"a length that {self.parts} ranks divide, where the caller cuts inputs"
-            hint = (
-                "pad the rows, with -100 for labels, and mask the padding where attention sees it"
-            )
+            hint = "pad the rows, with -100 for labels, and mask padding where attention sees it"
             raise ConfigError(wanted, pieces.length, hint=hint)
         return pieces.cut(tensor, dim, pad)
 
@@ -226,7 +224,7 @@ class SequenceSplit:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._check_ranks(module)
         if self._calls is None:
-            self._begin(module, None)
+            self._begin(module, nullcontext())
             return None
         names = [*islice(positional_names(module), len(args))]
         whole = dict(zip(names, args, strict=True)) | kwargs
@@ -238,9 +236,8 @@ class SequenceSplit:
         self._begin(module, self._calls.around(whole, pieces))
         return tuple(local.pop(name) for name in names), local
 
-    def _begin(self, module: nn.Module, around: AbstractContextManager[object] | None) -> None:
-        if around is not None:
-            around.__enter__()
+    def _begin(self, module: nn.Module, around: AbstractContextManager[object]) -> None:
+        around.__enter__()
         self._frames.entries.append((around, self._attention.num_calls))
         if self.parts > 1:
             self._hooks.enter(module)
@@ -253,8 +250,7 @@ class SequenceSplit:
         if not frames:  # the cut has failed
             return None
         around, before = frames.pop()
-        if around is not None:
-            around.__exit__(None, None, None)
+        around.__exit__(None, None, None)
         if sys.exception() is not None or self._calls is None:
             return None
         if self.parts > 1 and self._attention.num_calls == before:
@@ -277,7 +273,7 @@ class SequenceSplit:
             engine, self._has_looked = find_engine(module), True
         if engine is None or engine is self._checked() or self.parts == 1:
             return
-        mine, others = _ranks_of(self._group), _ranks_of(engine.group)
+        mine, others = set(self._group.global_ranks()), set(engine.group.global_ranks())
         if not mine <= others:
             raise ConfigError(
                 "mesh= of onefold.shard to contain the ranks that share a sequence",
@@ -340,9 +336,3 @@ class _AttentionHooks(threading.local):
     @torch._disable_dynamo
     def _after(self, module: nn.Module, *_: Any) -> None:
         self.leave(module)
-
-
-def _ranks_of(group: Group) -> set[int]:
-    if group.handle is None:
-        return {dist.get_rank() if dist.is_initialized() else 0}
-    return set(dist.get_process_group_ranks(group.handle))
