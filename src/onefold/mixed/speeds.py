@@ -111,7 +111,7 @@ class RowSpeeds:
         self._cpu = 0.0  # CPU seconds from there to the end of the optimizer's step
         self._has_stepped = False
         self._pending: tuple[Ticket, Tensor] | None = None
-        self._is_queued = self._device.type != "cpu"  # see [Note: devices]
+        self._is_queued = self._device.type != "cpu"  # a recorder times its kernels
         self._recorder: Recorder | None = None
 
     def watch(self, ledger: Ledger) -> None:

@@ -88,9 +88,7 @@ class Settings:
         is_flag = isinstance(value, bool)
         if not isinstance(value, kind) or (is_flag and kind is not bool):
             kinds = kind if isinstance(kind, tuple) else (kind,)
-            _refuse_value(
-                name, " or ".join(expected_kind.__name__ for expected_kind in kinds), value
-            )
+            _refuse_value(name, " or ".join(wanted.__name__ for wanted in kinds), value)
         return value
 
     def flag(self, name: str) -> bool:
@@ -185,9 +183,8 @@ def _flat(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _refuse_value(name: str, wanted: str, got: object) -> NoReturn:
-    raise ConfigError(
-        f"{name!r} to be {wanted}", repr(got), hint="as DeepSpeed's documentation has it"
-    )
+    hint = "as DeepSpeed's documentation has it"
+    raise ConfigError(f"{name!r} to be {wanted}", repr(got), hint=hint)
 
 
 def _conflict(name: str, wanted: str, got: object, hint: str) -> NoReturn:

@@ -137,20 +137,16 @@ class RunState:
 
         Raises `CheckpointError` if it is in none of them.
         """
-        looked: list[str] = []
-        for folder in folders:
-            if not folder.is_dir():
-                continue
-            looked.append(str(folder))
-            if _id_of(folder) == mark["id"]:
-                load(folder, self._model, self._optimizer)
-                return
-        raise CheckpointError(
-            f"the folder {FOLDER!r} of the checkpoint to resume from, saved in {mark['folder']!r}",
-            f"no such state in {', '.join(looked) or 'any folder'}",
-            hint="set TrainingArguments(resume_from_checkpoint=) to the path that train() "
-            "gets, or use onefold.hf.TrainerMixin, which knows it",
-        )
+        known = [folder for folder in folders if folder.is_dir()]
+        saved = next((folder for folder in known if _id_of(folder) == mark["id"]), None)
+        if saved is None:
+            raise CheckpointError(
+                f"the folder {FOLDER!r} of the checkpoint to resume, saved in {mark['folder']!r}",
+                f"no such state in {', '.join(map(str, known)) or 'any folder'}",
+                hint="set TrainingArguments(resume_from_checkpoint=) to the path that train() "
+                "gets, or use onefold.hf.TrainerMixin, which knows it",
+            )
+        load(saved, self._model, self._optimizer)
 
 
 def folders_of(*directories: object) -> Iterator[Path]:
@@ -259,6 +255,11 @@ class WholeWeights:
     def drop(self) -> None:
         """Forget the values, and give back the bytes on the disk."""
         self._values, self._edits = {}, -1
+
+    def drop_if_stale(self) -> None:
+        """Forget values that no longer are the module's."""
+        if self._values and not self.is_current():
+            self.drop()
 
     def show(self, _: nn.Module, state: dict[str, Any], *__: object) -> None:
         """Put whole values in place of sharded ones, in the module's `state_dict()`."""

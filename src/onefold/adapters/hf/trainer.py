@@ -155,9 +155,7 @@ class Callback(TrainerCallback):
         model = kwargs["model"]
         self._end_generation()
         events.agree(engine_of(model), "the beginning of a step", state.global_step, control)
-        whole = self.whole(model, args)
-        if not whole.is_current():
-            whole.drop()
+        self.whole(model, args).drop_if_stale()
 
     def on_step_end(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
         self._make_ready("the end of a step", args, state, control, kwargs["model"])
