@@ -61,8 +61,8 @@ def overlaps(old: Sequence[Range], new: Sequence[Range]) -> list[tuple[int, int,
     return common
 
 
-def move(items: Sequence[Rows], context: Context, name: str) -> int:
-    """Fill the rows after from those before, of all ranks; return the bytes sent. A collective.
+def move(items: Sequence[Rows], context: Context, name: str) -> None:
+    """Fill the rows after from those before, of all ranks. A collective.
 
     `items` come in the same order on every rank. `name`: of the unit, for errors.
     """
@@ -87,9 +87,7 @@ def move(items: Sequence[Rows], context: Context, name: str) -> int:
     pieces = swap(group, sent, shapes, like, label)
     for target, piece in zip(chain(*targets), chain(*pieces), strict=True):
         target.copy_(piece)
-    nbytes = sum(map(len, chain(*sent)))
-    context.ledger.sent(TRAFFIC, nbytes)
-    return nbytes
+    context.ledger.sent(TRAFFIC, sum(map(len, chain(*sent))))
 
 
 def _bytes(flat: Tensor) -> Tensor:

@@ -176,18 +176,17 @@ class _Reshare:
         context = replace(old, shares=shares, mesh=mesh)
         first = engine.group.rank - old.rank  # of the ranks that hold this copy
         own = notes[first : first + old.world_size]
-        entries: list[dict[str, Entry]] = [{} for _ in ready.states]
         holders = {
-            p.fqn: [r for r in range(old.world_size) if p.slot.piece_numel(r)] or [old.rank]
+            p.fqn: next((r for r in range(old.world_size) if p.slot.piece_numel(r)), old.rank)
             for unit in _moving(engine)
             for p in unit.parameters
         }
-        for fqn, ranks in holders.items():
-            for rank in ranks[:1]:
-                for wanted, held in zip(entries, own[rank][0], strict=True):
-                    if fqn in held:
-                        wanted[fqn] = held[fqn]
-        means = {fqn for fqn, ranks in holders.items() if fqn in own[ranks[0]][1]}
+        held = {fqn: own[rank] for fqn, rank in holders.items()}
+        entries = [
+            {fqn: states[at][fqn] for fqn, (states, _) in held.items() if fqn in states[at]}
+            for at in range(len(ready.states))
+        ]
+        means = {fqn for fqn, (_, names) in held.items() if fqn in names}
         return _Reshare(engine, ready, recipe, context, entries, frozenset(means))
 
     @torch.no_grad()
