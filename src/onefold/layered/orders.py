@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from threading import current_thread, main_thread
 from typing import Any
 
@@ -346,42 +347,33 @@ def cutting(blocks: Mapping[str, nn.Module], cuts: Mapping[ForwardThread, Cuts])
     """Halt forwards before and after each block in this block, and cut their graphs there."""
     with ExitStack() as stack:
         for name, block in blocks.items():
-            hooks = _BlockHooks(name, cuts)
-            before = block.register_forward_pre_hook(hooks.enter, prepend=True, with_kwargs=True)
+            enter, leave = (partial(_cut, cuts, f"{side} {name}") for side in ("before", "after"))
+            before = block.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
             stack.callback(before.remove)
-            stack.callback(block.register_forward_hook(hooks.leave).remove)
+            stack.callback(block.register_forward_hook(leave).remove)
         yield
 
 
-class _BlockHooks:
-    """The two hooks of one block. They do nothing in recompute, which runs in no forward thread."""
+@torch._disable_dynamo  # [Note: torch.compile] in engine/hooks.py
+def _cut(cuts: Mapping[ForwardThread, Cuts], at: str, _: nn.Module, args: Any, value: Any) -> Any:
+    """A hook before or after a block; nothing in recompute, which runs in no forward thread.
 
-    def __init__(self, name: str, cuts: Mapping[ForwardThread, Cuts]) -> None:
-        self._name = name
-        self._cuts = cuts
-
-    @torch._disable_dynamo  # [Note: torch.compile] in engine/hooks.py
-    def enter(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        return self._cut((args, kwargs), f"before {self._name}")
-
-    @torch._disable_dynamo
-    def leave(self, _: nn.Module, args: Any, outputs: Any) -> Any:
-        return self._cut(outputs, f"after {self._name}")
-
-    def _cut(self, value: Any, at: str) -> Any:
-        thread = current_forward()
-        if thread is None:
-            return None
-        cuts = self._cuts[thread]
-        if torch.is_grad_enabled():
-            value = cuts.cut(value, at)
-        else:
-            cuts.cut(None, at)
-            tensors: list[Tensor] = []
-            tree_map_only(Tensor, tensors.append, value)
-            if any(tensor.requires_grad for tensor in tensors):
-                raise NotAChain(
-                    f"{self._name} runs without a graph, as in a checkpoint with use_reentrant=True"
-                )
-        cuts.halt(thread)
-        return value
+    `value`: before a block its keyword arguments, after it its outputs.
+    """
+    thread = current_forward()
+    if thread is None:
+        return None
+    side, name = at.split(" ", 1)
+    value = (args, value) if side == "before" else value
+    if torch.is_grad_enabled():
+        value = cuts[thread].cut(value, at)
+    else:
+        cuts[thread].cut(None, at)
+        tensors: list[Tensor] = []
+        tree_map_only(Tensor, tensors.append, value)
+        if any(tensor.requires_grad for tensor in tensors):
+            raise NotAChain(
+                f"{name} runs without a graph, as in a checkpoint with use_reentrant=True"
+            )
+    cuts[thread].halt(thread)
+    return value

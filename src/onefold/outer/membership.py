@@ -283,6 +283,10 @@ def find_place(
             )
         store, address = together.together(group, lambda: meeting.connect(timeout))
         return IslandPlace(store, meeting.island, meeting.islands, address)
+    return _place_in_world(group, mesh, timeout)
+
+
+def _place_in_world(group: Group, mesh: DeviceMesh | None, timeout: float) -> IslandPlace:
     if not dist.is_initialized():
         raise _one_island(1)
     store = dist.distributed_c10d._get_default_store()
@@ -293,42 +297,29 @@ def find_place(
         name = "-".join(map(str, everyone))
     number = first(group, lambda: store.add(f"onefold/islands/{name}/of/{own[0]}", 1))
     prefix = PrefixStore(f"onefold/islands/{name}/{number}", store)
-    firsts = wait_for(
-        group, _islands_of(prefix, own, everyone), _until(timeout, prefix, len(everyone))
-    )
-    if len(firsts) < 2:
-        raise _one_island(len(own))
-    return IslandPlace(prefix, firsts.index(own[0]), len(firsts))
+    deadline = time.monotonic() + timeout
 
-
-def _islands_of(
-    store: Store, own: list[int], everyone: list[int]
-) -> Callable[[], list[int] | None]:
-    """Look for the first rank of each island, once every rank is in one."""
-    is_counted: list[bool] = []
+    def come() -> None:
+        prefix.set(f"first/{own[0]}", str(len(own)))
+        prefix.add("ranks", len(own))
 
     def look() -> list[int] | None:
-        if not is_counted:
-            is_counted.append(True)
-            store.set(f"first/{own[0]}", str(len(own)))
-            store.add("ranks", len(own))
-        if store.add("ranks", 0) < len(everyone):
+        """The first rank of each island, once every rank is in one."""
+        if prefix.add("ranks", 0) < len(everyone):
             return None
-        return [rank for rank in everyone if store.check([f"first/{rank}"])]
-
-    return look
-
-
-def _until(timeout: float, store: Store, wanted: int) -> Callable[[], None]:
-    deadline = time.monotonic() + timeout
+        return [rank for rank in everyone if prefix.check([f"first/{rank}"])]
 
     def limit() -> None:
         if time.monotonic() > deadline:
-            got = f"{store.add('ranks', 0)} of {wanted} ranks in onefold.islands"
+            got = f"{prefix.add('ranks', 0)} of {len(everyone)} ranks in onefold.islands"
             hint = "every rank of the world, or of mesh=, calls onefold.islands"
             raise WireError(f"all ranks within {timeout:g} s", got, hint=hint)
 
-    return limit
+    first(group, come)
+    firsts = wait_for(group, look, limit)
+    if len(firsts) < 2:
+        raise _one_island(len(own))
+    return IslandPlace(prefix, firsts.index(own[0]), len(firsts))
 
 
 def _ranks_of(mesh: DeviceMesh, own: list[int]) -> list[int]:
