@@ -159,12 +159,9 @@ class ExpertParallel(nn.Module):
         self.num_experts = len(experts) if is_list else _num_experts(experts)
         bounds = bounds_of(self.num_experts, group.world_size)
         if bounds[-2] == self.num_experts:
-            raise ConfigError(
-                "an expert for each rank of the axis",
-                f"{self.num_experts} experts, {bounds[1]} a rank, on {group.world_size} ranks",
-                hint="take fewer ranks for experts; onefold.shard cuts an expert's weights "
-                "over the ranks that hold it",
-            )
+            got = f"{self.num_experts} experts, {bounds[1]} a rank, on {group.world_size} ranks"
+            hint = "take fewer ranks for experts; onefold.shard cuts weights over ranks as well"
+            raise ConfigError("an expert for each rank of the axis", got, hint=hint)
         self.axis = ExpertAxis(group, bounds)
         self.own_experts = self.axis.own
         own = slice(self.own_experts.start, self.own_experts.stop)

@@ -158,12 +158,10 @@ def _check_ranks(accelerator: Any, model: nn.Module) -> None:
     """Raise `ConfigError` unless Accelerate knows of all ranks, and of the same device."""
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     if num_ranks != accelerator.num_processes:
-        raise ConfigError(
-            f"an Accelerator with num_processes={num_ranks}, the number of ranks",
-            f"one with num_processes={accelerator.num_processes}, which would deal the same "
-            "rows to all of them",
-            hint="set LOCAL_RANK, and on CPUs write Accelerator(cpu=True)",
-        )
+        wanted = f"an Accelerator with num_processes={num_ranks}, the number of ranks"
+        got = f"num_processes={accelerator.num_processes}, which would deal all ranks the same rows"
+        hint = "set LOCAL_RANK, and on CPUs write Accelerator(cpu=True)"
+        raise ConfigError(wanted, got, hint=hint)
     device = engine_of(model).context.store.device
     if device.type != accelerator.device.type:
         wanted = f"the model on {accelerator.device}, the accelerator's device"

@@ -82,12 +82,9 @@ def is_prepared(module: nn.Module) -> bool:
 
 def _refuse_join(**_: object) -> None:
     """`join_hook` of the module: `torch.distributed.algorithms.Join` and Accelerate call it."""
-    raise StateError(
-        "as many batches on every rank",
-        "join_uneven_inputs with a sharded module, whose ranks need each other's shards",
-        hint="leave join_uneven_inputs out. Accelerate makes batches even unless "
-        "even_batches=False; a DataLoader has drop_last=True",
-    )
+    got = "join_uneven_inputs with a sharded module, whose ranks need each other's shards"
+    hint = "leave it out: Accelerate has even_batches=True, a DataLoader drop_last=True"
+    raise StateError("as many batches on every rank", got, hint=hint)
 
 
 def _no_sync(alive: ReferenceType[nn.Module]) -> AbstractContextManager[None]:

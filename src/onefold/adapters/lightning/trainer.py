@@ -75,12 +75,8 @@ class Sharding:
         if self._precision is None:
             return PRECISIONS[known]
         if known[1] != "32-true":
-            raise ConfigError(
-                "one choice of precision",
-                f"precision={known[1]!r} of Lightning and precision={self._precision!r} of the "
-                "strategy",
-                hint="leave one of them out",
-            )
+            got = f"precision={known[1]!r} of Lightning and {self._precision!r} of the strategy"
+            raise ConfigError("one choice of precision", got, hint="leave one of them out")
         return self._precision
 
     def apply(
@@ -319,9 +315,9 @@ def _refuse_copies(trainer: Trainer) -> None:
     """Raise `ConfigError` for callbacks that average weights in a copy of the whole module."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
-            raise ConfigError(
-                "callbacks that keep no copy of the module",
+            got, wanted = (
                 f"a {type(callback).__name__}",
-                hint="onefold.ema(module, decay=...) averages sharded weights: see "
-                "docs/guides/ema.md",
+                "callbacks that keep no copy of the module",
             )
+            hint = "onefold.ema(module, decay=...) averages sharded weights: see docs/guides/ema.md"
+            raise ConfigError(wanted, got, hint=hint)
