@@ -441,6 +441,11 @@ def test_bad_arguments_are_errors_of_the_strategy(bad):
         Strategy(**bad)
 
 
+def test_a_misspelt_argument_is_an_error_of_the_strategy():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'ofload'"):
+        Strategy(ofload="cpu")
+
+
 @pytest.mark.parametrize("framework", [pl.Trainer, Fabric])
 def test_a_strategy_given_twice_is_refused_by_lightning(framework):
     options = {"devices": 1, "accelerator": "cpu"}

@@ -263,7 +263,7 @@ def _check_choices(model: nn.Module, choices: dict[str, Any]) -> None:
         is_same = choices["stage"] in ("auto", recipe.stage.number)
         is_same &= precision_of(choices["precision"]) == recipe.precision
         is_same &= (mine.optimizer, mine.parameters) == (its.optimizer, its.parameters)
-        is_same |= choices == Callback().choices
+        is_same |= choices == {**dict.fromkeys(choices), "stage": 3}  # of `Callback()`
     if not is_same:
         hint = "choose the same, or pass a model that is not sharded yet"
         wanted = f"the choices with which the model was sharded, {got}"

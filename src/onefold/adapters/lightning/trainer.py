@@ -50,7 +50,7 @@ class Sharding:
     """The arguments of `onefold.shard` that a strategy takes, checked at once."""
 
     def __init__(self, *, stage: StageChoice = 3, **choices: Any) -> None:
-        signature(shard).bind(None, **choices)  # `TypeError` for a name that it does not have
+        signature(shard).bind(None, None, **choices)  # `TypeError` for a name that it does not have
         self._stage: StageChoice = stage
         self._choices = choices
         self._precision: PrecisionChoice = choices.pop("precision", None)
@@ -315,9 +315,6 @@ def _refuse_copies(trainer: Trainer) -> None:
     """Raise `ConfigError` for callbacks that average weights in a copy of the whole module."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
-            got, wanted = (
-                f"a {type(callback).__name__}",
-                "callbacks that keep no copy of the module",
-            )
+            wanted = "callbacks that keep no copy of the module"
             hint = "onefold.ema(module, decay=...) averages sharded weights: see docs/guides/ema.md"
-            raise ConfigError(wanted, got, hint=hint)
+            raise ConfigError(wanted, f"a {type(callback).__name__}", hint=hint)
