@@ -68,11 +68,18 @@ def gathered(group: Group, dim: int, piece: Tensor, label: str) -> Tensor:
     return moved(gather, scatter, piece)[0]
 
 
+def of_ranks(group: Group, mine: Tensor, label: str) -> Tensor:
+    """Return the tensors of all ranks [ranks, ...], alike in shape, without a graph."""
+    mine = mine.detach().contiguous()
+    if group.world_size == 1:
+        return mine[None]
+    everyone = mine.new_empty((group.world_size, *mine.shape))
+    Ticket([group.all_gather(everyone.view(-1), mine.view(-1))], label=label).wait()
+    return everyone
+
+
 def _gather(group: Group, dim: int, label: str, piece: Tensor) -> tuple[Tensor]:
-    mine = piece.contiguous()
-    out = mine.new_empty((group.world_size, *mine.shape))
-    Ticket([group.all_gather(out.view(-1), mine.view(-1))], label=label).wait()
-    return (torch.cat(out.unbind(), dim),)
+    return (torch.cat(of_ranks(group, piece, label).unbind(), dim),)
 
 
 def _scatter_sum(group: Group, dim: int, label: str, whole: Tensor) -> tuple[Tensor]:

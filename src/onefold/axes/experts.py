@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.func import functional_call
 
-from onefold.axes.exchange import moved
+from onefold.axes.exchange import moved, of_ranks
 from onefold.errors import ConfigError
 from onefold.layout.cut import bounds_of
 from onefold.layout.model_axes import dtensor_of
@@ -374,10 +374,7 @@ def balance_loss(
         counts[:-1].scatter_add_(0, chosen, rows.repeat_interleave(choices))
         counts[-1] += rows.sum()
         chances = chances + (probabilities * rows[:, None]).sum(0)
-    if group.world_size > 1:
-        of_ranks = counts.new_empty(group.world_size * len(counts))
-        group.all_gather(of_ranks, counts).wait()
-        counts = of_ranks.view(group.world_size, -1).sum(0)
+    counts = of_ranks(group, counts, "an exchange of token counts").sum(0)
     total = counts[-1].clamp_min(1.0)
     share = chances * (group.world_size / total)
     return num_experts * torch.dot(counts[:-1] / total, share)

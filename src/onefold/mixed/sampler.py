@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Sampler, default_collate
 
+from onefold.axes.exchange import of_ranks
 from onefold.errors import ConfigError, StateError
 from onefold.layout.cut import bounds_of
 from onefold.mixed.speeds import RowSpeeds, even, measure
 from onefold.wire import ranks as meshes
 from onefold.wire.collectives import Group
-from onefold.wire.ticket import Ticket
 
 _SCALE = 1 << 30  # weights as whole numbers
 
@@ -238,13 +238,7 @@ def weigh(loss_sum: Tensor, num_tokens: int | Tensor, *, mesh: meshes.MeshChoice
 def mean_count(num_tokens: int | Tensor, group: Group, device: torch.device) -> Tensor:
     """Return the mean over the ranks of a count, 1 if it is zero everywhere. A collective."""
     mine = torch.as_tensor(num_tokens, dtype=torch.float64, device=device).reshape(1)
-    everyone = mine.new_empty(group.world_size)
-    if group.world_size == 1:
-        everyone.copy_(mine)
-    else:
-        work = group.all_gather(everyone, mine.detach())
-        Ticket([work], label="an exchange of token counts").wait()
-    mean = everyone.mean()
+    mean = of_ranks(group, mine, "an exchange of token counts").mean()
     return cast("Tensor", torch.where(mean > 0, mean, torch.ones_like(mean)))
 
 
