@@ -59,7 +59,7 @@ def _buffer(like: Tensor, shapes: Shapes) -> tuple[Tensor, list[list[Tensor]]]:
     numels = [prod(shape) for row in shapes for shape in row]
     flat = like.new_empty(sum(numels))
     views = iter(flat.split(numels)) if numels else iter(())
-    return flat, [[next(views).view(*shape) for shape in row] for row in shapes]
+    return flat, [[next(views).view(tuple(shape)) for shape in row] for row in shapes]
 
 
 def gathered(group: Group, dim: int, piece: Tensor, label: str) -> Tensor:
