@@ -58,7 +58,9 @@ def write(
     extra: dict[str, Any] = {_TIED: tied}
 
     def prepare() -> None:
-        extra[_KEY] = _packed(rest)
+        file = io.BytesIO()
+        torch.save(rest, file)
+        extra[_KEY] = file.getvalue()
         _remove(draft)
 
     first(group, prepare)
@@ -136,12 +138,6 @@ def _of_another(path: Path) -> CheckpointError:
 
 def _beside(path: Path, role: str) -> Path:
     return path.with_name(f".{path.name}.{role}")
-
-
-def _packed(rest: dict[str, Any]) -> bytes:
-    file = io.BytesIO()
-    torch.save(rest, file)
-    return file.getvalue()
 
 
 def _replace(path: Path, draft: Path) -> None:

@@ -158,7 +158,8 @@ class TransformersCalls(Calls):
             raise ConfigError(wanted, type(model).__name__, hint=hint)
 
     def local(self, whole: Arguments, pieces: SequencePieces) -> Arguments:
-        model, main = self._alive(), main_tensor(whole)
+        model, main = self._model(), main_tensor(whole)
+        assert model is not None, "a forward outlived its model"
         _check_call(model, whole)
         arguments = dict(whole)
         if arguments.get("position_ids") is None:
@@ -205,11 +206,6 @@ class TransformersCalls(Calls):
         model = self._model()
         if model is not None and self._parts > 1:
             model.set_attn_implementation(self._before)
-
-    def _alive(self) -> PreTrainedModel:
-        model = self._model()
-        assert model is not None, "a forward outlived its model"
-        return model
 
 
 def _whole_rows(whole: Arguments, pieces: SequencePieces) -> _Whole:
