@@ -12,13 +12,13 @@ of an island speaks for it.
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 import zlib
-from ast import literal_eval
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from torch.distributed.distributed_c10d import Store
@@ -57,7 +57,7 @@ class JournalRecord:
     epoch: int
     step: int = 0
     source: int = 0
-    joined: Mapping[int, str] = field(default_factory=dict[int, str])
+    joined: tuple[tuple[int, str], ...] = ()
     adopters: tuple[int, ...] = ()
     is_committed: bool = False
     is_dropped: bool = False
@@ -80,11 +80,12 @@ class Hello:
 
 def _dumps(value: Vote | JournalRecord | Hello) -> str:
     """A value as text for the store; compressed, as a `Hello` has a line for each parameter."""
-    return b64encode(zlib.compress(repr(asdict(value)).encode())).decode()
+    return b64encode(zlib.compress(json.dumps(asdict(value)).encode())).decode()
 
 
 def _loads(kind: type[T], text: str | bytes) -> T:
-    return kind(**literal_eval(zlib.decompress(b64decode(text)).decode()))
+    fields = json.loads(zlib.decompress(b64decode(text)))
+    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
 
 
 class Journal:
@@ -109,7 +110,7 @@ class Journal:
         """The record that has the island of `arrive`, once there is one; None so far."""
         while (record := self._read(self._tail + 1)) is not None:
             self._tail = record.index
-            if record.joined.get(self.island) == hello.incarnation:
+            if dict(record.joined).get(self.island) == hello.incarnation:
                 self._check_facts(hello, record.members)
                 self._store.set(f"wants/{self.island}", "")
                 return record
@@ -125,7 +126,7 @@ class Journal:
         source = max(everyone, key=lambda k: (steps[k], -k))
         first = JournalRecord(
             index=self._tail + 1, members=tuple(everyone), epoch=self._tail + 1,
-            step=steps[source], source=source, joined=wants,
+            step=steps[source], source=source, joined=tuple(wants.items()),
             adopters=tuple(
                 k for k in everyone if k != source and (steps[k] == 0 or steps[k] < steps[source])
             ),
@@ -218,7 +219,7 @@ class Journal:
             return verdict
         members = tuple(sorted((*verdict.members, *joined)))
         return replace(
-            verdict, members=members, joined=joined, adopters=tuple(joined),
+            verdict, members=members, joined=tuple(joined.items()), adopters=tuple(joined),
             epoch=verdict.index, source=verdict.members[0],
         )  # fmt: skip
 
@@ -254,7 +255,7 @@ class Journal:
 def decide(record: JournalRecord, votes: Mapping[int, Vote]) -> JournalRecord:
     """The record that follows from the votes on an attempt: complete everywhere, or nowhere."""
     index = record.index + 1
-    after = replace(record, index=index, joined={}, adopters=(), is_dropped=False, tries=0)
+    after = replace(record, index=index, joined=(), adopters=(), is_dropped=False, tries=0)
     works = {(vote.step, vote.work) for vote in votes.values()}
     if len(works) > 1:
         described = ", ".join(f"{v.work} at step {v.step} on island {k}" for k, v in votes.items())

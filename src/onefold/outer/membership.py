@@ -142,8 +142,9 @@ class Membership:
 
     def _cut(self, rows: ShareRows, index: int, layout: dict[str, Any]) -> Cut:
         """How an island cuts a parameter of one unit."""
-        by_rows = layout["by_rows"][index]
-        return cut_of(rows.cut.shape, layout["ranks"], layout["shares"], by_rows=by_rows)
+        shares, by_rows = layout["shares"], layout["by_rows"][index]
+        shares = None if shares is None else tuple(shares)
+        return cut_of(rows.cut.shape, layout["ranks"], shares, by_rows=by_rows)
 
     def note(self, described: dict[str, Any]) -> None:
         """Leave values about this attempt for the other islands. A collective."""
