@@ -32,7 +32,7 @@ from torch.nn import functional as F
 
 import onefold
 from onefold.app.train.corpus import Windows, open_corpus
-from onefold.mixed.dealing import split_rows
+from onefold.mixed.sampler import split_rows
 from onefold.mixed.speeds import measure
 from onefold.planner.models.gpt import GPT, PRESETS
 

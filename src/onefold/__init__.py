@@ -38,9 +38,7 @@ if TYPE_CHECKING:  # `as`: type checkers take these names for public ones
     from onefold.errors import WireError as WireError
     from onefold.inference.stream import generating as generating
     from onefold.layered.accumulate import accumulate_layers as accumulate_layers
-    from onefold.layered.choice import measure_noise as measure_noise
-    from onefold.mixed.reshare import reshare as reshare
-    from onefold.mixed.sampler import RowSampler as RowSampler
+    from onefold.layered.accumulate import measure_noise as measure_noise
     from onefold.mixed.sampler import weigh as weigh
     from onefold.outer.islands import islands as islands
     from onefold.planner.planning import plan as plan
@@ -63,10 +61,8 @@ _HOMES = {
     "onefold.engine.precision": "GradScaler",
     "onefold.errors": "CheckpointError ConfigError OnefoldError StateError TierError WireError",
     "onefold.inference.stream": "generating",
-    "onefold.layered.accumulate": "accumulate_layers",
-    "onefold.layered.choice": "measure_noise",
-    "onefold.mixed.reshare": "reshare",
-    "onefold.mixed.sampler": "RowSampler weigh",
+    "onefold.layered.accumulate": "accumulate_layers measure_noise",
+    "onefold.mixed.sampler": "weigh",
     "onefold.outer.islands": "islands",
     "onefold.planner.planning": "plan",
     "onefold.recording.recorder": "record",
@@ -76,7 +72,12 @@ _HOMES = {
 
 _MODULES = {name: module for module, names in _HOMES.items() for name in names.split()}
 
-_ROOMS = {"experts": "onefold.axes.experts", "hf": "onefold.hf", "lightning": "onefold.lightning"}
+_ROOMS = {
+    "experts": "onefold.axes.experts",
+    "hf": "onefold.hf",
+    "lightning": "onefold.lightning",
+    "mixed": "onefold.mixed",
+}
 """Imported on first use: `onefold.hf.Callback` after `import onefold`."""
 
 __all__ = sorted(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]

@@ -21,7 +21,7 @@ from onefold.engine.engine import Engine
 from onefold.engine.registry import engine_of
 from onefold.fit.shares import AUTO, SharesChoice
 from onefold.inference.stream import examine_stream
-from onefold.layered.choice import describe_accumulation, with_kept
+from onefold.layered.accumulate import describe_accumulation, with_kept
 from onefold.layout.ledger import Kind
 from onefold.layout.module_tree import ModuleTree
 from onefold.layout.units import UnitChoice

@@ -7,16 +7,18 @@ puts them into a `Recipe`; rooms below never see a user's words.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
 from onefold.errors import ConfigError
+
+T = TypeVar("T")
 
 
 class Placement(StrEnum):
@@ -65,6 +67,35 @@ def stage_of(number: object) -> Stage:
     )
 
 
+def value_of(choice: object, kind: type[T], known: Mapping[str, T], name: str, hint: str) -> T:
+    """Return the value that None, a word of `known` or a value stands for, or raise `ConfigError`.
+
+    `hint` is for a choice that is close to no word.
+    """
+    if choice is None:
+        return kind()
+    if isinstance(choice, kind):
+        return choice
+    if isinstance(choice, str) and choice in known:
+        return known[choice]
+    article = "an" if kind.__name__[0] in "AEIOU" else "a"
+    wanted = f"{name} to be None, {', '.join(map(repr, known))} or {article} {kind.__name__}"
+    raise ConfigError(wanted, repr(choice), hint=nearest_word(choice, known) or hint)
+
+
+def check_word(name: str, word: object, known: Sequence[str], hint: str) -> None:
+    """Raise `ConfigError` unless a word is one of `known`; `hint` as in `value_of`."""
+    if word not in known:
+        wanted = f"{name} to be one of {', '.join(map(repr, known))}"
+        raise ConfigError(wanted, repr(word), hint=nearest_word(word, known) or hint)
+
+
+def nearest_word(word: object, known: Iterable[str]) -> str:
+    """Return a hint that names the closest of `known`, or an empty string."""
+    close = get_close_matches(str(word), list(known), n=1)
+    return f"did you mean {close[0]!r}?" if close else ""
+
+
 @dataclass(frozen=True, slots=True)
 class Precision:
     """dtypes of compute, master weights, gradient sums and buffers.
@@ -98,11 +129,9 @@ class Precision:
             if dtype is None and optional:
                 continue
             if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-                raise ConfigError(
-                    f"Precision.{name} to be a floating-point torch.dtype",
-                    repr(dtype),
-                    hint='for example Precision(compute=torch.bfloat16), or just "bf16"',
-                )
+                wanted = f"Precision.{name} to be a floating-point torch.dtype"
+                hint = 'for example Precision(compute=torch.bfloat16), or just "bf16"'
+                raise ConfigError(wanted, repr(dtype), hint=hint)
 
 
 PRECISIONS = {
@@ -118,21 +147,10 @@ PrecisionChoice = PrecisionWord | torch.dtype | Precision | None
 
 def precision_of(choice: object) -> Precision:
     """Return the `Precision` that None, a name, torch's dtype or a `Precision` stands for."""
-    if choice is None:
-        return Precision()
     if isinstance(choice, torch.dtype):
-        choice = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}.get(
-            choice, choice
-        )
-    if isinstance(choice, Precision):
-        return choice
-    if isinstance(choice, str) and choice in PRECISIONS:
-        return PRECISIONS[choice]
-    raise ConfigError(
-        f"precision to be None, {', '.join(map(repr, PRECISIONS))} or a Precision",
-        repr(choice),
-        hint=nearest_word(choice, PRECISIONS) or "None computes in the parameters' own dtype",
-    )
+        choice = next((word for word, p in PRECISIONS.items() if p.compute is choice), choice)
+    otherwise = "None computes in the parameters' own dtype"
+    return value_of(choice, Precision, PRECISIONS, "precision", otherwise)
 
 
 Tier = Literal["device", "cpu", "disk"]
@@ -172,27 +190,15 @@ class Offload:
 
     def __post_init__(self) -> None:
         for name in ("optimizer", "parameters", "activations"):
-            tier = getattr(self, name)
-            if tier not in TIERS:
-                raise ConfigError(
-                    f"Offload.{name} to be one of {', '.join(map(repr, TIERS))}",
-                    repr(tier),
-                    hint=nearest_word(tier, TIERS) or "the folder for 'disk' is Offload.disk",
-                )
+            otherwise = "the folder for 'disk' is Offload.disk"
+            check_word(f"Offload.{name}", getattr(self, name), TIERS, otherwise)
         share: object = self.fraction
         is_real = isinstance(share, int | float) and not isinstance(share, bool)
         if share != "auto" and not (is_real and 0 <= float(self.fraction) <= 1):
-            raise ConfigError(
-                "Offload.fraction to be between 0 and 1, or 'auto'",
-                repr(share),
-                hint="0.5 keeps half of the optimizer state on the device",
-            )
-        if self.step not in STEPPERS:
-            raise ConfigError(
-                f"Offload.step to be one of {', '.join(map(repr, STEPPERS))}",
-                repr(self.step),
-                hint=nearest_word(self.step, STEPPERS) or '"auto" takes what is faster',
-            )
+            wanted = "Offload.fraction to be between 0 and 1, or 'auto'"
+            hint = "0.5 keeps half of the optimizer state on the device"
+            raise ConfigError(wanted, repr(share), hint=hint)
+        check_word("Offload.step", self.step, STEPPERS, '"auto" takes what is faster')
         if self.step == "device" and not self.may_stream:
             raise ConfigError(
                 'Offload(step="device") with states in CPU memory, and no parameters on disk',
@@ -200,18 +206,13 @@ class Offload:
                 hint='optimizer="cpu", or step="cpu": what is in files the CPU steps',
             )
         if self.tile is not None and (type(self.tile) is not int or self.tile < 1):
-            raise ConfigError(
-                "Offload.tile to be a number of bytes, or None",
-                repr(self.tile),
-                hint="64 << 20 uses weights above 64 MiB in row blocks of that size",
-            )
+            wanted = "Offload.tile to be a number of bytes, or None"
+            hint = "64 << 20 uses weights above 64 MiB in row blocks of that size"
+            raise ConfigError(wanted, repr(self.tile), hint=hint)
         wants_disk = "disk" in (self.optimizer, self.parameters, self.activations)
         if wants_disk and not self.paths:
-            raise ConfigError(
-                "a folder for the disk tier",
-                "none",
-                hint='offload="disk:/path/on/a/fast/disk", or Offload(..., disk=...)',
-            )
+            hint = 'offload="disk:/path/on/a/fast/disk", or Offload(..., disk=...)'
+            raise ConfigError("a folder for the disk tier", "none", hint=hint)
 
     @property
     def may_stream(self) -> bool:
@@ -252,61 +253,41 @@ OffloadChoice = Literal["optimizer", "cpu", "disk:PATH"] | str | Offload | None
 """A word, "disk:" with a folder, or an `Offload`."""
 
 
+OFFLOADS = {
+    "optimizer": Offload(optimizer="cpu"),
+    "cpu": Offload(optimizer="cpu", parameters="cpu"),
+    "disk:PATH": Offload(optimizer="disk", parameters="disk", disk="PATH"),
+}
+
+
 def offload_of(choice: object) -> Offload:
     """Return the `Offload` that a choice of `shard(offload=)` stands for.
 
     Args:
         choice: None, "optimizer", "cpu", "disk:PATH" (or several paths, by ":") or an `Offload`.
     """
-    if choice is None:
-        return Offload()
-    if isinstance(choice, Offload):
-        return choice
-    if choice == "optimizer":
-        return Offload(optimizer="cpu")
-    if choice == "cpu":
-        return Offload(optimizer="cpu", parameters="cpu")
     if isinstance(choice, str) and choice.partition(":")[0] == "disk":
         paths = [path for path in choice.split(":")[1:] if path]
         return Offload(optimizer="disk", parameters="disk", disk=paths or None)
-    words = ("optimizer", "cpu", "disk:PATH")
-    raise ConfigError(
-        f"offload to be None, {', '.join(map(repr, words))} or an Offload",
-        repr(choice),
-        hint=nearest_word(choice, words) or "None keeps every state on the device",
-    )
+    return value_of(choice, Offload, OFFLOADS, "offload", "None keeps every state on the device")
 
 
 def check_offload(offload: Offload, stage: Stage) -> None:
     """Raise `ConfigError` for tiers that a stage cannot have."""
     leaves = offload.optimizer != "device"
     if offload.tile is not None and stage.parameter is not Placement.SHARD:
-        raise ConfigError(
-            "stage=3 for weights that are used in tiles",
-            f"tile={offload.tile} at a stage that keeps them whole",
-            hint="stage=3, or no tile",
-        )
+        got = f"tile={offload.tile} at a stage that keeps them whole"
+        hint = "stage=3, or no tile"
+        raise ConfigError("stage=3 for weights that are used in tiles", got, hint=hint)
     if offload.parameters != "device" and stage.parameter is not Placement.SHARD:
-        raise ConfigError(
-            "stage=3 for parameters off the device",
-            f"parameters={offload.parameters!r} at a stage that keeps them whole",
-            hint=f"stage=3, or Offload(optimizer={offload.optimizer!r}), which every stage has",
-        )
+        got = f"parameters={offload.parameters!r} at a stage that keeps them whole"
+        hint = f"stage=3, or Offload(optimizer={offload.optimizer!r}), which every stage has"
+        raise ConfigError("stage=3 for parameters off the device", got, hint=hint)
     if leaves and stage.optimizer is not Placement.SHARD:
-        raise ConfigError(
-            "stage 1, 2 or 3 for optimizer state off the device",
-            "stage 0, which keeps all of it on every rank",
-            hint="stage=1 shards it at no further cost",
-        )
+        wanted = "stage 1, 2 or 3 for optimizer state off the device"
+        hint = "stage=1 shards it at no further cost"
+        raise ConfigError(wanted, "stage 0, which keeps all of it on every rank", hint=hint)
     if offload.step_in_backward and not leaves:
-        raise ConfigError(
-            "optimizer state off the device, to be stepped in backward",
-            "optimizer='device'",
-            hint="Offload(optimizer='cpu', step_in_backward=True)",
-        )
-
-
-def nearest_word(word: object, known: Iterable[str]) -> str:
-    """Return a hint that names the closest of `known`, or an empty string."""
-    close = get_close_matches(str(word), list(known), n=1)
-    return f"did you mean {close[0]!r}?" if close else ""
+        wanted = "optimizer state off the device, to be stepped in backward"
+        hint = "Offload(optimizer='cpu', step_in_backward=True)"
+        raise ConfigError(wanted, "optimizer='device'", hint=hint)

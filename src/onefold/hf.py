@@ -11,34 +11,26 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from onefold.adapters.hf.accelerate import adopt
-    from onefold.adapters.hf.callback import Callback
-    from onefold.adapters.hf.mixin import TrainerMixin
-    from onefold.adapters.hf.trl import adopt_trainer
-    from onefold.adapters.hf.wrap import adopt_frozen
-    from onefold.inference.kv_cache import KVCache
-    from onefold.inference.prefilling import prefill
+if TYPE_CHECKING:  # `as`: type checkers take these names for public ones
+    from onefold.adapters.hf.accelerate import adopt as adopt
+    from onefold.adapters.hf.trainer import Callback as Callback
+    from onefold.adapters.hf.trainer import TrainerMixin as TrainerMixin
+    from onefold.adapters.hf.wrap import adopt_frozen as adopt_frozen
+    from onefold.adapters.hf.wrap import adopt_trainer as adopt_trainer
+    from onefold.inference.kv_cache import KVCache as KVCache
+    from onefold.inference.prefilling import prefill as prefill
 
 _HOMES = {
-    "Callback": "onefold.adapters.hf.callback",
+    "Callback": "onefold.adapters.hf.trainer",
     "KVCache": "onefold.inference.kv_cache",
-    "TrainerMixin": "onefold.adapters.hf.mixin",
+    "TrainerMixin": "onefold.adapters.hf.trainer",
     "adopt": "onefold.adapters.hf.accelerate",
     "adopt_frozen": "onefold.adapters.hf.wrap",
-    "adopt_trainer": "onefold.adapters.hf.trl",
+    "adopt_trainer": "onefold.adapters.hf.wrap",
     "prefill": "onefold.inference.prefilling",
 }
 
-__all__ = [
-    "Callback",
-    "KVCache",
-    "TrainerMixin",
-    "adopt",
-    "adopt_frozen",
-    "adopt_trainer",
-    "prefill",
-]
+__all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

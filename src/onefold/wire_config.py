@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
 
-from onefold.config import Offload, Placement, Stage, nearest_word
+from onefold.config import Offload, Placement, Stage, check_word, nearest_word, value_of
 from onefold.errors import ConfigError
 
 EXACT: Final = "exact"
@@ -65,30 +65,18 @@ class Wire:
             codec = getattr(self, name)
             words = codec if isinstance(codec, tuple) else (codec,)
             if len(words) > 2 or not words:
-                raise ConfigError(
-                    f"Wire.{name} to be one codec, or two: (inside the node, between nodes)",
-                    repr(codec),
-                    hint=f'Wire({name}=("exact", "int8"))',
-                )
+                wanted = f"Wire.{name} to be one codec, or two: (inside the node, between nodes)"
+                raise ConfigError(wanted, repr(codec), hint=f'Wire({name}=("exact", "int8"))')
             for word in words:
-                if word not in known:
-                    raise ConfigError(
-                        f"Wire.{name} to be one of {', '.join(map(repr, known))}",
-                        repr(word),
-                        hint=nearest_word(word, known) or f'Wire({name}="int8")',
-                    )
+                check_word(f"Wire.{name}", word, known, f'Wire({name}="int8")')
         if self.weights_inside.endswith(DIFFERENCE):
-            raise ConfigError(
-                "differences of weights between nodes, where each step sends one",
-                f"Wire.weights={self.weights!r}",
-                hint='Wire(weights=("exact", "int4-diff"))',
-            )
+            wanted = "differences of weights between nodes, where each step sends one"
+            hint = 'Wire(weights=("exact", "int4-diff"))'
+            raise ConfigError(wanted, f"Wire.weights={self.weights!r}", hint=hint)
         if self.feedback and not self.rounds_gradients:
-            raise ConfigError(
-                "coded gradients for Wire.feedback, which keeps what they round off",
-                f"Wire.gradients={self.gradients!r}",
-                hint='Wire(gradients="int8", feedback=True)',
-            )
+            wanted = "coded gradients for Wire.feedback, which keeps what they round off"
+            hint = 'Wire(gradients="int8", feedback=True)'
+            raise ConfigError(wanted, f"Wire.gradients={self.gradients!r}", hint=hint)
         if self.secondary not in (None, False, True, *SECONDARY):
             raise ConfigError(
                 f"Wire.secondary to be None, False, True or one of "
@@ -157,17 +145,7 @@ with a rotation. A name adapts to the mesh: on one axis no state rests for a nod
 
 def wire_of(choice: object) -> Wire:
     """Return the `Wire` that None, a preset's name or a `Wire` stands for."""
-    if choice is None:
-        return Wire()
-    if isinstance(choice, Wire):
-        return choice
-    if isinstance(choice, str) and choice in PRESETS:
-        return PRESETS[choice]
-    raise ConfigError(
-        f"wire to be None, {', '.join(map(repr, PRESETS))} or a Wire",
-        repr(choice),
-        hint=nearest_word(choice, PRESETS) or 'wire="zero++", or Wire(gradients="int8")',
-    )
+    return value_of(choice, Wire, PRESETS, "wire", 'wire="zero++", or Wire(gradients="int8")')
 
 
 def fitted(wire: Wire, stage: Stage, *, has_axes: bool) -> Wire:
@@ -208,17 +186,12 @@ def check_wire(wire: Wire, stage: Stage, offload: Offload, *, has_axes: bool) ->
             hint='gradients="exact", or step_in_backward=False',
         )
     if wire.secondary == "optimizer" and offload.tile is not None:
-        raise ConfigError(
-            "no tiled weights where nodes are replicas",
-            f"Offload.tile={offload.tile} with secondary='optimizer'",
-            hint='secondary="gradients" has the same traffic between nodes',
-        )
+        got = f"Offload.tile={offload.tile} with secondary='optimizer'"
+        hint = 'secondary="gradients" has the same traffic between nodes'
+        raise ConfigError("no tiled weights where nodes are replicas", got, hint=hint)
     if stage.optimizer is not Placement.SHARD and not wire.is_plain:
-        raise ConfigError(
-            "an exact wire at stage 0, which averages gradients whole on every rank",
-            f"{wire}",
-            hint="stage=1 sends no more bytes, and takes any wire",
-        )
+        wanted = "an exact wire at stage 0, which averages gradients whole on every rank"
+        raise ConfigError(wanted, f"{wire}", hint="stage=1 sends no more bytes, and takes any wire")
     is_whole = stage.parameter is not Placement.SHARD
     if has_axes:
         _check_two_axes(wire, stage)
@@ -235,11 +208,9 @@ def _check_one_axis(wire: Wire, *, is_whole: bool) -> None:
             "GPU by torchrun on several machines",
         )
     if wire.weights_between.endswith(DIFFERENCE) and not is_whole:
-        raise ConfigError(
-            "weights that some rank keeps, to send differences to",
-            f"Wire.weights={wire.weights_between!r} at stage 3 on one axis",
-            hint="stage=2, or a mesh of two axes, where each node keeps a second shard",
-        )
+        got = f"Wire.weights={wire.weights_between!r} at stage 3 on one axis"
+        hint = "stage=2, or a mesh of two axes, where each node keeps a second shard"
+        raise ConfigError("weights that some rank keeps, to send differences to", got, hint=hint)
 
 
 def _check_two_axes(wire: Wire, stage: Stage) -> None:
@@ -252,11 +223,9 @@ def _check_two_axes(wire: Wire, stage: Stage) -> None:
             hint='secondary=None, or "optimizer" to keep all states inside the node',
         )
     if wire.secondary is False and wire.weights_between.endswith(DIFFERENCE) and not is_whole:
-        raise ConfigError(
-            "a second shard inside the node, to send differences to",
-            f"Wire.weights={wire.weights_between!r} with secondary=False",
-            hint='secondary="weights" or "gradients"',
-        )
+        got = f"Wire.weights={wire.weights_between!r} with secondary=False"
+        hint = 'secondary="weights" or "gradients"'
+        raise ConfigError("a second shard inside the node, to send differences to", got, hint=hint)
     if wire.secondary == "optimizer" and wire.weights_between != EXACT:
         raise ConfigError(
             "exact weights where nodes are replicas: none travel between them",

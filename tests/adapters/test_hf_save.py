@@ -24,7 +24,7 @@ from transformers import Trainer, TrainerCallback
 
 import onefold
 import onefold.hf
-from onefold.adapters.hf.mixin import _newest
+from onefold.adapters.hf.saving import newest
 from tests.adapters.test_hf_trainer import Mine, Net, assert_as
 from tests.house.test_examples import alone as alone_in_one_process
 from tests.house.test_examples import under_torchrun
@@ -278,13 +278,13 @@ def test_a_killed_save_leaves_the_checkpoint_before_which_is_found(kind, tmp_pat
 
 
 def test_folders_without_a_complete_checkpoint_are_passed_over(tmp_path):
-    assert _newest(tmp_path / "none") is None
+    assert newest(tmp_path / "none") is None
     (tmp_path / "checkpoint-3").mkdir()
-    assert _newest(tmp_path) is None
+    assert newest(tmp_path) is None
     (tmp_path / "checkpoint-3" / "trainer_state.json").write_text("{")
-    assert _newest(tmp_path) is None
+    assert newest(tmp_path) is None
     (tmp_path / "checkpoint-3" / "trainer_state.json").write_text("{}")
-    assert _newest(tmp_path) == str(tmp_path / "checkpoint-3")
+    assert newest(tmp_path) == str(tmp_path / "checkpoint-3")
 
 
 # a checkpoint without frozen parameters

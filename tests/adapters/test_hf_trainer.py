@@ -449,7 +449,7 @@ def _refusals(rank: int, folder: Path) -> None:
         'device_map="auto"': spread,
         "resize_token_embeddings before": resize,
         "copy a module before onefold.shard": lambda: copy.deepcopy(build().model),
-        "ShardChoices(stage=3": two_choices,
+        "got stage=3": two_choices,
         "stage 2": other_choices,
         "after the last change of the model": before_peft,
         "tensors that the model does not have": of_another,
@@ -489,12 +489,12 @@ def test_what_cannot_be_right_is_refused_by_name_on_every_rank(tmp_path):
     ],
 )
 def test_the_methods_that_the_mixin_overrides_are_those_of_trainer(name, arguments):
-    """If this fails, transformers has renamed a method or an argument: see adapters/hf/mixin.py."""
+    """If this fails, transformers has renamed a method or argument: see adapters/hf/trainer.py."""
     assert list(inspect.signature(getattr(Trainer, name)).parameters) == arguments
 
 
 def test_a_trainer_tells_its_callbacks_all_that_the_callback_reads():
-    """If this fails, transformers calls callbacks otherwise: see adapters/hf/callback.py."""
+    """If this fails, transformers calls callbacks otherwise: see adapters/hf/trainer.py."""
     told = inspect.getsource(transformers.trainer_callback.CallbackHandler.call_event)
     assert "model=self.model" in told
     assert "optimizer=self.optimizer" in told

@@ -35,8 +35,8 @@ from lightning.pytorch.plugins.precision import FSDPPrecision  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
 from lightning.pytorch.utilities import grad_norm  # noqa: E402
 
-from onefold.adapters.lightning.fabric import FabricStrategy  # noqa: E402
-from onefold.adapters.lightning.sharding import Sharding  # noqa: E402
+from onefold.adapters.lightning.strategy import FabricStrategy  # noqa: E402
+from onefold.adapters.lightning.trainer import Sharding  # noqa: E402
 from onefold.lightning import Strategy, as_file  # noqa: E402
 
 pytestmark = pytest.mark.process
@@ -441,6 +441,11 @@ def test_bad_arguments_are_errors_of_the_strategy(bad):
         Strategy(**bad)
 
 
+def test_a_misspelt_argument_is_an_error_of_the_strategy():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'ofload'"):
+        Strategy(ofload="cpu")
+
+
 @pytest.mark.parametrize("framework", [pl.Trainer, Fabric])
 def test_a_strategy_given_twice_is_refused_by_lightning(framework):
     options = {"devices": 1, "accelerator": "cpu"}
@@ -802,6 +807,6 @@ def test_ranks_of_a_launcher_that_lightning_does_not_know_never_train_apart(monk
 
     def body(rank):
         with pytest.raises(onefold.ConfigError, match=r"3 ranks of WORLD_SIZE, got .* group of 2"):
-            Sharding().apply(nn.Linear(4, 4), [], None, None)
+            Sharding().apply(None, nn.Linear(4, 4), [], None)
 
     run_ranks(2, body)

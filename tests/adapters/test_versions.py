@@ -121,7 +121,7 @@ def test_a_private_name_is_as_it_was(path, found, why):
 
 def test_the_backend_answers_all_that_trl_asks():
     trl = pytest.importorskip("trl")
-    from onefold.adapters.hf.trl import ShardedBackend
+    from onefold.adapters.hf.wrap import ShardedBackend
 
     asked: set[str] = set()
     for path in Path(trl.__file__).parent.rglob("*.py"):

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from onefold.axes.sequence.attention import SplitAttention
-from onefold.axes.sequence.head_exchange import Gather, HeadCut
+from onefold.axes.exchange import gathered
+from onefold.axes.sequence.attention import LABEL, HeadCut, SplitAttention
 from onefold.errors import ConfigError, StateError
 from onefold.wire.collectives import Group
 from tests.support.ranks import run_processes, run_ranks
@@ -282,4 +282,4 @@ def over_gloo(rank):
         assert_equal(got, [each.chunk(3, 2)[rank] for each in (wanted, *grads)], relative)
     mask = torch.arange(6).reshape(1, 6) % (rank + 2) == 0
     everyone = [torch.arange(6).reshape(1, 6) % (r + 2) == 0 for r in range(3)]
-    assert torch.equal(Gather.apply(group, 1, mask), torch.cat(everyone, 1))
+    assert torch.equal(gathered(group, 1, mask, LABEL), torch.cat(everyone, 1))

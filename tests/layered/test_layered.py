@@ -16,8 +16,7 @@ from torch.nn import functional as F
 
 import onefold
 from onefold.engine.registry import engine_of
-from onefold.layered.accumulate import accumulate_layers
-from onefold.layered.choice import Accumulation
+from onefold.layered.accumulate import Accumulation, accumulate_layers
 from onefold.layered.orders import seeds_of
 from onefold.planner.models.gpt import GPT, GPTConfig
 from onefold.tier.disk import BlockFile

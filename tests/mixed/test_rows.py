@@ -20,8 +20,8 @@ from onefold.engine.registry import engine_of
 from onefold.errors import ConfigError, StateError, WireError
 from onefold.layout.observer import members_of
 from onefold.layout.row_split import RankTime
-from onefold.mixed.dealing import AffineFit, balance, split_rows
-from onefold.mixed.speeds import measure
+from onefold.mixed.sampler import split_rows
+from onefold.mixed.speeds import AffineFit, balance, measure
 from tests.support.models import Model, token_batches
 from tests.support.ranks import run_processes, run_ranks, seeded
 
@@ -114,7 +114,7 @@ def dealt(world_size, body):
 def test_global_batches_do_not_depend_on_ranks_or_shares(drop_last):
     def batches(world_size, shares):
         def body(rank):
-            sampler = onefold.RowSampler(50, 12, seed=3, shares=shares, drop_last=drop_last)
+            sampler = onefold.mixed.RowSampler(50, 12, seed=3, shares=shares, drop_last=drop_last)
             sampler.set_epoch(2)
             found = list(sampler)
             assert len(found) == len(sampler) == (4 if drop_last else 5)
@@ -136,7 +136,7 @@ def test_global_batches_do_not_depend_on_ranks_or_shares(drop_last):
 
 def test_epochs_and_seeds_permute_differently_and_no_shuffle_keeps_the_order():
     def order(epoch, **options):
-        sampler = onefold.RowSampler(40, 7, **options)
+        sampler = onefold.mixed.RowSampler(40, 7, **options)
         sampler.set_epoch(epoch)
         return flat(sampler)
 
@@ -148,7 +148,7 @@ def test_epochs_and_seeds_permute_differently_and_no_shuffle_keeps_the_order():
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_sampler_resumes_exactly_on_any_number_of_ranks(world_size):
     def begun(rank):
-        sampler = onefold.RowSampler(50, 12, seed=5, shares=[3, 1])
+        sampler = onefold.mixed.RowSampler(50, 12, seed=5, shares=[3, 1])
         sampler.set_epoch(4)
         rows = iter(sampler)
         first = [next(rows), next(rows)]
@@ -160,7 +160,7 @@ def test_a_sampler_resumes_exactly_on_any_number_of_ranks(world_size):
     rest = [flat(rows) for rows in zip(*(part[2] for part in parts), strict=True)]
 
     def resumed(rank):
-        sampler = onefold.RowSampler(50, 12)
+        sampler = onefold.mixed.RowSampler(50, 12)
         sampler.load_state_dict(parts[0][1])
         sampler.set_epoch(4)
         found = list(sampler)
@@ -178,7 +178,7 @@ def test_a_loader_reads_uneven_and_empty_batches_and_shares_change_between_steps
     data = TensorDataset(torch.arange(26.0).reshape(13, 2), torch.arange(13))
 
     def body(rank):
-        sampler = onefold.RowSampler(data, 6, shuffle=False, shares=[1, 0])
+        sampler = onefold.mixed.RowSampler(data, 6, shuffle=False, shares=[1, 0])
         loader = DataLoader(data, batch_sampler=sampler, collate_fn=sampler.collate(data))
         found = []
         for x, y in loader:
@@ -195,7 +195,7 @@ def test_a_loader_reads_uneven_and_empty_batches_and_shares_change_between_steps
 
 def test_a_batch_without_rows_keeps_its_kind():
     rows = [{"x": torch.ones(3), "more": (torch.ones(()), "name")}]
-    made = onefold.RowSampler(1, 1).collate(rows)([])
+    made = onefold.mixed.RowSampler(1, 1).collate(rows)([])
     assert made["x"].shape == (0, 3)
     assert made["more"][0].shape == (0,)
     assert list(made["more"][1]) == []
@@ -213,13 +213,13 @@ def test_a_batch_without_rows_keeps_its_kind():
 def test_samplers_that_cannot_work_are_refused(arguments, message):
     numel, rows, *options = arguments
     with pytest.raises(ConfigError, match=message):
-        onefold.RowSampler(numel, rows, **(options[0] if options else {}))
+        onefold.mixed.RowSampler(numel, rows, **(options[0] if options else {}))
 
 
 def test_a_position_in_another_dataset_is_refused():
-    state = onefold.RowSampler(9, 4).state_dict()
+    state = onefold.mixed.RowSampler(9, 4).state_dict()
     with pytest.raises(StateError, match="dataset of 10 rows"):
-        onefold.RowSampler(10, 4).load_state_dict(state)
+        onefold.mixed.RowSampler(10, 4).load_state_dict(state)
 
 
 # weigh
@@ -298,7 +298,7 @@ def test_a_row_whose_tokens_do_not_count_stands_in_for_none():
         optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
         onefold.shard(module, optimizer, stage=3)
         rows = [{"x": row, "labels": row[1:]} for row in data]
-        sampler = onefold.RowSampler(rows, ROWS, shares=[1, 0])
+        sampler = onefold.mixed.RowSampler(rows, ROWS, shares=[1, 0])
 
         def ignored(batch):
             return {**batch, "labels": torch.full_like(batch["labels"], -100)}
@@ -357,7 +357,7 @@ def train_at_two_speeds(rank, is_queued):
         time.sleep((0.006 + 0.006 * len(arguments[0])) * (1 + 2 * rank) * torch.is_grad_enabled())
 
     module.blocks[0].register_forward_pre_hook(compute)
-    sampler = onefold.RowSampler(data, 16)
+    sampler = onefold.mixed.RowSampler(data, 16)
     sampler.follow(module)
     measure(module)._is_queued = is_queued  # as on a device, whose steps are recorded
     lengths = []
@@ -396,6 +396,6 @@ def test_a_sampler_follows_a_module_over_the_same_ranks_alone():
         mine = pairs[rank // 2]
         onefold.shard(module, torch.optim.SGD(module.parameters(), lr=0.1), mesh=mine)
         with pytest.raises(ConfigError, match="the same mesh"):
-            onefold.RowSampler(9, 3).follow(module)
+            onefold.mixed.RowSampler(9, 3).follow(module)
 
     run_ranks(3, body)

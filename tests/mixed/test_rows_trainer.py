@@ -26,7 +26,7 @@ class Uneven(Trainer):
 
     def get_train_dataloader(self):
         shares = [3, 1] if dist.is_initialized() and dist.get_world_size() == 2 else None
-        sampler = onefold.RowSampler(self.train_dataset, 4, shares=shares, seed=2)
+        sampler = onefold.mixed.RowSampler(self.train_dataset, 4, shares=shares, seed=2)
         return DataLoader(
             self.train_dataset, batch_sampler=sampler, collate_fn=default_data_collator
         )

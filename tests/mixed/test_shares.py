@@ -248,9 +248,9 @@ def test_state_without_room_is_refused_and_ranks_are_named(monkeypatch):
             sharded([3, 1])
         module, _ = sharded([1, 3])
         with pytest.raises(TierError, match="rank 0 needs"):
-            onefold.reshare(module, [3, 1])
+            onefold.mixed.reshare(module, [3, 1])
         assert onefold.report(module).shares == (1, 3)
-        onefold.reshare(module)
+        onefold.mixed.reshare(module)
         assert onefold.report(module).shares == wanted
 
     def nowhere(rank):

@@ -34,12 +34,12 @@ def trained(
     losses = []
     for number, batch in enumerate(batches(STEPS)):
         if number in plan and number and not between:
-            onefold.reshare(module, plan[number])
+            onefold.mixed.reshare(module, plan[number])
         parts = [t.chunk(dist.get_world_size())[rank] for t in batch]
         with onefold.accumulate(module):
             loss_of(module, [t[:2] for t in parts]).backward()
         if number in plan and number and between:
-            onefold.reshare(module, plan[number])
+            onefold.mixed.reshare(module, plan[number])
         loss = loss_of(module, [t[2:] for t in parts])
         loss.backward()
         losses.append(loss.detach())
@@ -114,7 +114,7 @@ def test_only_rows_that_change_their_rank_are_sent():
         optimizer.step()
         optimizer.zero_grad()
         before = {n: p.to_local().numel() for n, p in module.named_parameters() if p.dim()}
-        onefold.reshare(module, [1, 1, 2])
+        onefold.mixed.reshare(module, [1, 1, 2])
         after = {n: p.to_local().numel() for n, p in module.named_parameters() if p.dim()}
         sent = onefold.report(module).traffic["reshare"].sent_nbytes
         units = engine_of(module).units
@@ -159,7 +159,7 @@ def test_matrix_optimizers_keep_their_matrices():
         onefold.shard(module, optimizer, shares=plan[0])
         for number, batch in enumerate(batches(4)):
             if number == 2 and 2 in plan:
-                onefold.reshare(module, plan[2])
+                onefold.mixed.reshare(module, plan[2])
             loss_of(module, [t.chunk(2)[rank] for t in batch]).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -193,9 +193,9 @@ def test_shares_that_mean_nothing_change_nothing(shares, match):
         onefold.shard(module)
         for asked in (shares, shares if rank else [3, 1]):
             with pytest.raises(ConfigError, match=match):
-                onefold.reshare(module, asked)
+                onefold.mixed.reshare(module, asked)
         with pytest.raises(ConfigError, match="shares"):
-            onefold.reshare(module, [1, 3] if rank else [3, 1])
+            onefold.mixed.reshare(module, [1, 3] if rank else [3, 1])
         assert onefold.report(module).shares is None
         loss_of(module, [t.chunk(2)[rank] for t in batches(1)[0]]).backward()
 
@@ -207,13 +207,13 @@ def test_moves_at_a_wrong_moment_are_refused_by_name():
         module = seeded(Model)
         onefold.shard(module)
         with onefold.unsharded(module), pytest.raises(StateError, match="unsharded"):
-            onefold.reshare(module, [3, 1])
+            onefold.mixed.reshare(module, [3, 1])
         whole = seeded(Model)
         onefold.shard(whole, stage=0)
         with pytest.raises(StateError, match="stage 0"):
-            onefold.reshare(whole, [3, 1])
-        onefold.reshare(module, [3, 1])
-        onefold.reshare(module, None)
+            onefold.mixed.reshare(whole, [3, 1])
+        onefold.mixed.reshare(module, [3, 1])
+        onefold.mixed.reshare(module, None)
         assert onefold.report(module).shares is None
         for name, wanted in seeded(Model).named_parameters():
             assert torch.equal(dict(module.named_parameters())[name].full_tensor(), wanted)
@@ -245,7 +245,7 @@ def test_a_checkpoint_after_a_move_loads_in_one_process(tmp_path):
             loss_of(module, [t.chunk(3)[rank] for t in batch]).backward()
             optimizer.step()
             optimizer.zero_grad()
-            onefold.reshare(module, [[1, 0, 2], [0, 1, 1], [4, 1, 0]][number])
+            onefold.mixed.reshare(module, [[1, 0, 2], [0, 1, 1], [4, 1, 0]][number])
         onefold.save(tmp_path / "saved", module, optimizer)
         state = optimizer.state_dict()["state"]
         return values_of(state, module)
@@ -272,7 +272,7 @@ def test_a_disk_gets_the_bytes_of_old_rows_back(tmp_path):
             loss_of(module, [t.chunk(2)[rank] for t in batch]).backward()
             optimizer.step()
             optimizer.zero_grad()
-            onefold.reshare(module, [3, 1] if number % 2 else [1, 3])
+            onefold.mixed.reshare(module, [3, 1] if number % 2 else [1, 3])
         held = sum(b.tensor.nbytes for u in engine_of(module).units for b in u.row_buffers())
         pages = 4096 * sum(len(u.row_buffers()) for u in engine_of(module).units)
         return os.fstat(file.fd).st_blocks * 512 - held - pages

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import onefold
-from onefold.outer.connections import IslandLinks
 from onefold.outer.journal import JournalRecord, Vote, decide
+from onefold.outer.parcels import IslandLinks
 from tests.support.island_runs import IslandRank, IslandRun, averaging, build, simulate
 from tests.support.ranks import run_ranks
 

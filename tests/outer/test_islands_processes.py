@@ -127,7 +127,7 @@ def test_a_store_that_is_not_there_is_named():
 
 
 def test_private_names_of_torch_that_islands_need_are_there():
-    """If one is gone: outer/connections.py needs another way to give gloo its address."""
+    """If one is gone: outer/parcels.py needs another way to give gloo its address."""
     from torch.distributed.distributed_c10d import ProcessGroupGloo, _get_default_store
 
     options = ProcessGroupGloo._Options()

@@ -158,7 +158,8 @@ def simulate(run: IslandRun, units: dict[str, int]) -> list[dict[str, Tensor]]:
 
     An island's gradient is that of its ranks' rows together. `units` numbers the parameters' units.
     """
-    every = onefold.islands.Periods.of_choice(run.every)
+    Periods = onefold.islands.Periods
+    every = run.every if isinstance(run.every, Periods) else Periods(run.every)
     modules = [seeded(run.build) for _ in run.sizes]
     optimizers = [run.optimizer(module.parameters()) for module in modules]
     anchors = {n: nn.Parameter(p.detach().clone()) for n, p in modules[0].named_parameters()}

@@ -96,7 +96,7 @@ CALLS = {
     "shard": lambda: onefold.shard(nn.Linear(4, 4)),
     "stream": lambda: onefold.stream(nn.Linear(4, 4), budget=1 << 20),
     "weigh": lambda: onefold.weigh(torch.ones(()), 4),
-    "RowSampler": lambda: onefold.RowSampler(8, 4),
+    "RowSampler": lambda: onefold.mixed.RowSampler(8, 4),
 }
 
 

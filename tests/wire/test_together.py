@@ -16,7 +16,7 @@ from onefold.checkpoint import contents, save, targets
 from onefold.checkpoint.storage import WritePlanner
 from onefold.engine.registry import engine_of
 from onefold.errors import CheckpointError, ConfigError, OnefoldError, TierError, WireError
-from onefold.mixed import reshare
+from onefold.mixed import resharing
 from onefold.wire.collectives import Group
 from onefold.wire.together import collect, first, same, together
 from tests.support.ranks import run_processes, run_ranks
@@ -165,8 +165,8 @@ STRETCHES = {
     "load: files": (targets.Targets, "read", RuntimeError),
     "load: names": (targets.Targets, "_compare_groups", KeyboardInterrupt),
     "load: finish": (targets.Targets, "finish", MemoryError),
-    "reshare: shares": (reshare, "weights_of", TypeError),
-    "reshare: notes": (reshare._Ready, "notes", KeyboardInterrupt),
+    "reshare: shares": (resharing, "weights_of", TypeError),
+    "reshare: notes": (resharing._Ready, "notes", KeyboardInterrupt),
 }
 
 
@@ -198,7 +198,7 @@ def test_a_rank_that_fails_between_messages_ends_the_others_by_name(
         act = {
             "save": lambda: onefold.save(tmp_path / "second", module, optimizer),
             "load": lambda: onefold.load(tmp_path / "first", module, optimizer),
-            "reshare": lambda: onefold.reshare(module, [1, *[2] * (size - 1)]),
+            "reshare": lambda: onefold.mixed.reshare(module, [1, *[2] * (size - 1)]),
         }[call]
         return outcome(act)
 
@@ -264,8 +264,8 @@ def fails_in_reshare(rank: int, folder: str) -> None:
     module, optimizer = module_of(rank)
     onefold.shard(module, optimizer)
     if rank == 1:
-        reshare.move = lambda *_: fail(MemoryError, 0, 0)
-    found = outcome(lambda: onefold.reshare(module, [1, 2, 1]))
+        resharing.move = lambda *_: fail(MemoryError, 0, 0)
+    found = outcome(lambda: onefold.mixed.reshare(module, [1, 2, 1]))
     check([found], 0, MemoryError, MemoryError) if rank == 1 else check_other(
         found, MemoryError, WireError
     )

@@ -153,4 +153,4 @@ def test_only_waits_on_gloo_have_a_limit():
         for path in source.rglob("*.py")
         if re.search(r"\bwork\w*\.wait\([^)]", path.read_text())
     }
-    assert limited == {"wire/peers.py", "outer/connections.py"}
+    assert limited == {"wire/peers.py", "outer/parcels.py"}

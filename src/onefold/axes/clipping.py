@@ -81,11 +81,9 @@ def _pipeline_of(tensors: list[Tensor], *, has_modules: bool) -> Group | None:
     """The ranks that hold the other stages, as `onefold.pipeline` has told the modules."""
     engines = {engine for tensor in tensors if (engine := owner_of(tensor)) is not None}
     if any(engine.pipeline is None and engine.is_undriven for engine in engines):
-        raise StateError(
-            "the norm of all stages of a pipeline",
-            "a stage that a schedule runs without onefold.pipeline",
-            hint="call onefold.pipeline(schedule) before the first step",
-        )
+        wanted = "the norm of all stages of a pipeline"
+        hint = "call onefold.pipeline(schedule) before the first step"
+        raise StateError(wanted, "a stage that a schedule runs without onefold.pipeline", hint=hint)
     axes = {engine.pipeline for engine in engines}
     pipeline = axes.pop() if len(axes) == 1 else None
     if axes or (pipeline and has_modules and len(engines) < pipeline.num_stages):

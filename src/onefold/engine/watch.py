@@ -25,11 +25,6 @@ class BackwardEvents(Protocol):
     def begin_backward(self) -> None: ...
     def enter_backward(self, call: Any) -> None: ...
     def expect_backward(self, call: Any) -> None: ...
-
-
-class BackwardEnd(Protocol):
-    """The engine, as the end of a backward knows it."""
-
     def end_backward(self) -> None: ...
 
 
@@ -48,14 +43,14 @@ def now() -> int:
     return torch.autograd._get_sequence_nr()
 
 
-def announce_end(receiver: ReferenceType[BackwardEnd]) -> None:
+def announce_end(receiver: ReferenceType[BackwardEvents]) -> None:
     """Announce the end of the backward that runs."""
     end = partial(_end_backward, receiver)
     torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
 
 
 @torch._disable_dynamo  # [Note: torch.compile] in engine/hooks.py
-def _end_backward(receiver: ReferenceType[BackwardEnd]) -> None:
+def _end_backward(receiver: ReferenceType[BackwardEvents]) -> None:
     alive = receiver()
     if alive is not None:
         alive.end_backward()

@@ -104,20 +104,19 @@ class KVCache(DynamicCache):
                 raise ConfigError(f"KVCache({name}=) in bytes", repr(value), hint=hint)
         types, arguments = _layer_types(config)
         rank, paths = dist.get_rank() if dist.is_initialized() else 0, Offload(disk=disk).paths
-        self._tiers = KVTiers(budget, cpu_budget, paths, rank, types.count("full_attention"))
+        self._tiers = _Shared(budget, cpu_budget, paths, rank, types.count("full_attention"))
         for path in filter(is_memory, paths):
             warnings.warn(
                 f"the disk tier at {path} lies in memory (tmpfs): keys and values there stay in "
                 "memory; name a folder on a disk",
                 stacklevel=2,
             )
-        shared = _Shared(self._tiers)
         if config is None:
-            replicate: Any = partial(KVLayer, shared)
+            replicate: Any = partial(KVLayer, self._tiers)
             Cache.__init__(self, layer_class_to_replicate=replicate)
             return
         layers: list[Any] = [
-            KVLayer(shared)
+            KVLayer(self._tiers)
             if kind == "full_attention"
             else DYNAMIC_LAYER_TYPE_MAPPING[kind](**more)
             for kind, more in zip(types, arguments, strict=True)
@@ -159,53 +158,31 @@ class KVCache(DynamicCache):
         raise StateError("one owner of a KV cache's files", "a copy of it", hint=hint)
 
 
-class _Shared:
-    """What the layers of one cache share: tiers, the order of layers, the assembled layer."""
+class _Shared(KVTiers):
+    """What the layers of one cache share: tiers, their order, the layer that is assembled."""
 
-    def __init__(self, tiers: KVTiers) -> None:
-        self.tiers = tiers
-        self._layers: list[ref[KVLayer]] = []  # the cache owns them
-        self._whole: tuple[int, Room, Tensor, Tensor] | None = None
-        self._has_failed = False
-
-    def add(self, layer: KVLayer) -> int:
-        """Add the next layer; return its position."""
-        self._layers.append(ref(layer))
-        return len(self._layers) - 1
+    def __init__(self, *budgets: Any) -> None:
+        super().__init__(*budgets)
+        self.layers: list[ref[KVLayer]] = []  # the cache owns them
+        self.whole: tuple[int, Room, Tensor, Tensor] | None = None  # until the next one is
+        self.has_failed = False
 
     def started(self) -> list[KVLayer]:
         """The layers that hold tokens."""
-        layers = (layer() for layer in self._layers)
+        layers = (layer() for layer in self.layers)
         return [layer for layer in layers if layer is not None and layer.tokens is not None]
-
-    def hold(self, index: int, room: Room, keys: Tensor, values: Tensor) -> None:
-        """Keep the assembled keys and values of one layer, until the next one is assembled."""
-        self._whole = index, room, keys, values
-
-    def whole(self, index: int) -> tuple[Tensor, Tensor] | None:
-        """The assembled keys and values of a layer, if it is the one that is kept."""
-        return self._whole[2:] if self._whole is not None and self._whole[0] == index else None
-
-    def forget(self) -> None:
-        """Free the assembled keys and values."""
-        self._whole = None
-
-    def reset(self) -> None:
-        """Forget all tokens, and a failure."""
-        self.tiers.drop_ahead()
-        self._whole, self._has_failed = None, False
 
     @contextmanager
     def changing(self) -> Iterator[None]:
         """Refuse a call after a failure, which leaves layers with different numbers of tokens."""
-        if self._has_failed:
+        if self.has_failed:
             hint = "reset() the cache, and generate again"
             raise StateError("a KV cache that is whole", "one that failed", hint=hint)
         try:  # buffers outlive the call: they must not be tensors of an inference mode
             with torch.inference_mode(False), torch.no_grad():
                 yield
         except BaseException as error:
-            self._whole, self._has_failed = None, True
+            self.whole, self.has_failed = None, True
             if isinstance(error, TierError):
                 error.add_note("of the KV cache: reset() frees its memory and its disk space")
             raise
@@ -219,9 +196,8 @@ class KVLayer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self, shared: _Shared) -> None:
-        self._shared = shared
-        self._tiers = shared.tiers
-        self._index = shared.add(self)
+        self._shared, self._index = shared, len(shared.layers)
+        shared.layers.append(ref(self))
         self.tokens: LayerTokens | None = None
         self.is_initialized = False
 
@@ -237,10 +213,10 @@ class KVLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Learn the shape of tokens, and the device."""
-        self._tiers.open(key_states.device)
+        self._shared.open(key_states.device)
         self.dtype, self.device = key_states.dtype, key_states.device
         shape, batch = TokenShape.of(key_states, value_states), key_states.shape[0]
-        self.tokens = LayerTokens(self._tiers, self._index, shape, batch)
+        self.tokens = LayerTokens(self._shared, self._index, shape, batch)
         self.is_initialized = True
 
     def update(
@@ -269,48 +245,45 @@ class KVLayer(CacheLayerMixin):
         known = self.tokens.shape, self.tokens.batch, self.device
         new = TokenShape.of(key_states, value_states), key_states.shape[0], key_states.device
         if known != new:
-            raise ConfigError(
-                "{}, {} sequences, on {}, as before".format(*known),
-                "{}, {} sequences, on {}".format(*new),
-                where=f"layer {self._index} of a KV cache",
-                hint="a cache serves one model and one batch: reset() it before another",
-            )
+            wanted = "{}, {} sequences, on {}, as before".format(*known)
+            got = "{}, {} sequences, on {}".format(*new)
+            hint = "a cache serves one model and one batch: reset() it before another"
+            raise ConfigError(wanted, got, where=f"layer {self._index} of a KV cache", hint=hint)
 
     def _check_pass(self, length: int) -> None:
         first = self._shared.started()[0]
         assert first.tokens is not None
         if first is not self and first.tokens.length != length:
-            raise StateError(
-                f"{first.tokens.length:,} tokens in every layer after this pass",
-                f"{length:,}",
-                where=f"layer {self._index} of a KV cache",
-                hint="two models share the cache, or a pass failed: reset() it",
-            )
+            wanted = f"{first.tokens.length:,} tokens in every layer after this pass"
+            got = f"{length:,}"
+            hint = "two models share the cache, or a pass failed: reset() it"
+            raise StateError(wanted, got, where=f"layer {self._index} of a KV cache", hint=hint)
 
     def _assemble(self, tokens: LayerTokens, further: int) -> tuple[Tensor, Tensor]:
         """Fill new tensors, contiguous as `DynamicCache`'s, with room for further tokens."""
-        self._shared.forget()
+        self._shared.whole = None
         (key_heads, key_width), (value_heads, value_width) = tokens.shape.key, tokens.shape.value
         total, dtype = tokens.length + further, tokens.shape.dtype
         shape = tokens.batch, key_heads, total, key_width
         value_shape = tokens.batch, value_heads, total, value_width
         numel, value_numel = torch.Size(shape).numel(), torch.Size(value_shape).numel()
         start = round_up(numel * dtype.itemsize, _ALIGNMENT)
-        room = self._tiers.room(start + value_numel * dtype.itemsize, Kind.STAGING)
+        room = self._shared.room(start + value_numel * dtype.itemsize, Kind.STAGING)
         keys = room.tensor(numel, dtype).view(shape)
         values = room.tensor(value_numel, dtype, start).view(value_shape)
         tokens.read(keys[:, :, : tokens.length], values[:, :, : tokens.length])
-        self._shared.hold(self._index, room, keys, values)
+        self._shared.whole = self._index, room, keys, values
         return keys, values
 
     def _whole(self) -> tuple[Tensor, Tensor]:
-        whole = self._shared.whole(self._index)
-        if whole is None:
-            assert self.tokens is not None
-            with self._shared.changing():
-                whole = self._assemble(self.tokens, 0)
-                self._read_ahead_of_next()
-        return whole
+        whole = self._shared.whole
+        if whole is not None and whole[0] == self._index:
+            return whole[2:]
+        assert self.tokens is not None
+        with self._shared.changing():
+            keys, values = self._assemble(self.tokens, 0)
+            self._read_ahead_of_next()
+        return keys, values
 
     def _read_ahead_of_next(self) -> None:
         started = self._shared.started()
@@ -319,11 +292,9 @@ class KVLayer(CacheLayerMixin):
             after.prefetch()
 
     def get_seq_length(self) -> int:
-        """Return the number of tokens."""
         return 0 if self.tokens is None else self.tokens.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the length and offset of the mask."""
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
@@ -332,7 +303,7 @@ class KVLayer(CacheLayerMixin):
 
     def offload(self) -> None:
         """Free the assembled keys and values."""
-        self._shared.forget()
+        self._shared.whole = None
 
     def prefetch(self) -> None:
         """Begin to read what rests off the device."""
@@ -341,7 +312,8 @@ class KVLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget all tokens."""
-        self._shared.reset()
+        self._shared.drop_ahead()
+        self._shared.whole, self._shared.has_failed = None, False
         self.tokens = None
         self.is_initialized = False
 
@@ -352,7 +324,7 @@ class KVLayer(CacheLayerMixin):
             raise ConfigError("a number of tokens to remove, negative", got, hint=hint)
         if self.tokens is None or tokens_to_remove == 0:
             return
-        self._shared.forget()
+        self._shared.whole = None
         with self._shared.changing():
             self.tokens.crop(max(0, self.tokens.length + tokens_to_remove))
 
@@ -373,7 +345,7 @@ class KVLayer(CacheLayerMixin):
 
     def _select(self, rows: list[int]) -> None:
         if self.get_seq_length() > 0 and self.tokens is not None:
-            self._shared.forget()
+            self._shared.whole = None
             with self._shared.changing():
                 self.tokens.select(rows)
 

@@ -56,7 +56,6 @@ class BlockRun:
 
     @property
     def block_nbytes(self) -> int:
-        """Bytes of one block."""
         return self.place.nbytes // self.capacity
 
     @property
@@ -142,11 +141,9 @@ class KVTiers:
         if self.device == device:
             return
         if self.device is not None:
-            raise StateError(
-                f"keys and values on {self.device}, as those before",
-                f"some on {device}",
-                hint="a cache serves one device; reset() it before another model uses it",
-            )
+            wanted = f"keys and values on {self.device}, as those before"
+            hint = "a cache serves one device; reset() it before another model uses it"
+            raise StateError(wanted, f"some on {device}", hint=hint)
         self.device, ledger, on_host = device, self.ledger, self.slots
         if device.type == "cpu":  # both budgets are of the same memory
             self._budgets = [("cpu", self._budget + self._cpu_budget, None)]
@@ -226,7 +223,6 @@ class KVTiers:
         return ahead[1] if ahead else None
 
     def drop_ahead(self) -> None:
-        """End the read-ahead."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             ahead[1].end()

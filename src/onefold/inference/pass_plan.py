@@ -176,7 +176,6 @@ class _Batches:
         self._largest_read = max(reads, default=0)
 
     def at(self, batch: int) -> BatchPlan:
-        """Plan a batch."""
         seconds, bound = self._seconds(batch)
         speed = batch / seconds if seconds else 0.0
         return BatchPlan(batch, self._memory(batch), seconds, speed, bound)
@@ -241,7 +240,6 @@ class _Batches:
 
 
 def _link(recipe: Recipe) -> str:
-    """The way of weights in a pass."""
     if recipe.offload.parameters == "disk":
         return "disk"
     return "ranks" if recipe.rests_near else "host"

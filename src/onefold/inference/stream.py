@@ -88,17 +88,11 @@ def _checked(tree: ModuleTree, budget: int | None, rest: str | None, offload: ob
     """The choices, without touching anything; `ConfigError` for some that cannot work."""
     checks.check_module(tree)
     if budget is not None and (type(budget) is not int or budget < 1):
-        raise ConfigError(
-            "budget to be a number of bytes, or None",
-            repr(budget),
-            hint="2 << 30 is 2 GiB; None takes what is free on the device",
-        )
+        hint = "2 << 30 is 2 GiB; None takes what is free on the device"
+        raise ConfigError("budget to be a number of bytes, or None", repr(budget), hint=hint)
     if rest not in (None, "int8", "int4"):
-        raise ConfigError(
-            'rest to be None (exact), "int8" or "int4"',
-            repr(rest),
-            hint=nearest_word(rest, ("int8", "int4")) or "int8 loses least",
-        )
+        hint = nearest_word(rest, ("int8", "int4")) or "int8 loses least"
+        raise ConfigError('rest to be None (exact), "int8" or "int4"', repr(rest), hint=hint)
     reads_files = offload == "disk"
     tiers = _files_of(tree, rest) if reads_files else _tiers_of(offload)
     return Choices(
@@ -127,11 +121,9 @@ def _tiers_of(offload: object) -> Offload:
     if isinstance(offload, str | os.PathLike | Offload):
         tiers = offload_of(offload)
         return Offload(parameters=tiers.parameters, disk=tiers.disk)
-    raise ConfigError(
-        'offload to be None, "cpu", "disk:PATH" or an Offload',
-        repr(offload),
-        hint='"cpu" keeps weights in CPU memory, "disk:PATH" in a file in that folder',
-    )
+    wanted = 'offload to be None, "cpu", "disk:PATH" or an Offload'
+    hint = '"cpu" keeps weights in CPU memory, "disk:PATH" in a file in that folder'
+    raise ConfigError(wanted, repr(offload), hint=hint)
 
 
 def _tiled(tree: ModuleTree, budget: int, rest: str | None, offload: object) -> Choices:
@@ -177,12 +169,10 @@ def generating(module: nn.Module, budget: int | None = None) -> Iterator[None]:
     engine = engine_of(module)
     kept, schedule = units_to_keep(engine, budget), engine.schedule
     if schedule.forward_depth > 0 or in_backward():
-        raise StateError(
-            "onefold.generating outside forward and backward",
-            "a call from within one",
-            where=f"rank {engine.group.rank}",
-            hint="enter it before the module is called",
-        )
+        wanted = "onefold.generating outside forward and backward"
+        got = "a call from within one"
+        hint = "enter it before the module is called"
+        raise StateError(wanted, got, where=f"rank {engine.group.rank}", hint=hint)
     if schedule.driven.keeps:
         yield
         return

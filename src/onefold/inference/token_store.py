@@ -181,7 +181,6 @@ class LayerTokens:
         return run
 
     def _lay(self, flat: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write tokens as blocks."""
         for into, source in zip(self.shape.views(flat, self.batch), (keys, values), strict=True):
             into.copy_(source.unflatten(2, (-1, self._block_tokens)))
 

@@ -1,26 +1,40 @@
-"""`onefold.accumulate_layers`: forward and backward of all micro-batches of a step."""
+"""`onefold.accumulate_layers`: forward and backward of all micro-batches of a step, in an order.
+
+At stage 3, with m micro-batches, one gather of all weights of g bytes and one reduction of r bytes:
+
+    order           sends            holds besides
+    plain           m (2 g + r)      nothing
+    keep            g + r            unsharded weights of all units, and their gradients
+    layers          2 g + r          tensors between blocks of all micro-batches
+
+"keep" keeps a window of units, as a pipeline does. Other units are sent as in the plain order. The
+order is chosen from free memory; the report has its costs, and the gradient noise scale.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from onefold.engine.engine import Engine
 from onefold.engine.first_batch import compare_now
+from onefold.engine.noise import NoiseScale
 from onefold.engine.pipelined import calling_stage
 from onefold.engine.registry import engine_of
 from onefold.engine.watch import in_backward
 from onefold.errors import ConfigError, StateError
-from onefold.layered.chain import NotAChain
-from onefold.layered.choice import Accumulation, Order
-from onefold.layered.orders import Forward, Layered, RandomStreams, run_loop
+from onefold.fit.kept_units import gathered_units, memory_of, trained_units
+from onefold.layered.orders import Forward, Layered, NotAChain, RandomStreams, run_loop
+from onefold.layout.ledger import Kind, Traffic
 from onefold.layout.module_tree import uncompiled
 from onefold.layout.units import repeated_blocks
+from onefold.text import format_bytes
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -78,44 +92,13 @@ def accumulate_layers(
     compare_now(_root(engine), *_arguments(module, batches[0]))
     forwards = [partial(_forward, module, batch, loss, len(batches)) for batch in batches]
     streams = RandomStreams(len(batches), engine.context.store.device, module)
-    chosen = known.choose(engine, order)
-    before = known.sent(engine)
     try:
-        total = _run(engine, known, chosen, forwards, streams)
+        total = known.run(engine, order, forwards, streams)
     finally:
         streams.end()
-    known.note(engine, before, len(batches))
     if engine.hands.noise is not None and known.order == "layers":
         engine.hands.noise.note_more(len(batches) - 1)
     return total
-
-
-def _run(
-    engine: Engine, known: Accumulation, order: Order, forwards: Sequence[Forward],
-    streams: RandomStreams,
-) -> Tensor:  # fmt: skip
-    """Run all micro-batches; in the plain order where the module is no chain."""
-    root = _root(engine)
-    if order == "layers":
-        known.refuse(known.refused or _refusal(engine, root))
-        if known.refused is None:
-            names = {part: name for name, part in root.named_modules()}
-            blocks = {names[block]: block for block in repeated_blocks(root)}
-            kept = [] if known.is_proved else [(b, b.clone()) for b in root.buffers()]
-            run = Layered(engine, forwards, streams, blocks, is_proved=known.is_proved)
-            try:
-                total = run.run()
-            except NotAChain as why:
-                known.refuse(str(why))
-                streams.undo()
-                with torch.no_grad():
-                    for buffer, value in kept:
-                        buffer.copy_(value)
-            else:
-                known.prove(run.border_nbytes)
-                return total
-        order = known.loop_order()
-    return run_loop(engine, forwards, streams, known.begin_loop(order))
 
 
 def _root(engine: Engine) -> nn.Module:
@@ -124,13 +107,11 @@ def _root(engine: Engine) -> nn.Module:
     return root
 
 
-def _refusal(engine: Engine, root: nn.Module) -> str | None:
+def _refusal(engine: Engine) -> str | None:
     """Why the module cannot be cut, if that shows before it runs."""
-    if not repeated_blocks(root):
+    if not repeated_blocks(_root(engine)):
         return "it has no list of repeated blocks"
-    if engine.saved is not None:
-        return "its activations leave the device"
-    return None
+    return None if engine.saved is None else "its activations leave the device"
 
 
 def _check(engine: Engine, batches: Sequence[Any], order: str) -> None:
@@ -150,12 +131,9 @@ def _check(engine: Engine, batches: Sequence[Any], order: str) -> None:
     is_inside = engine.schedule.forward_depth > 0 or in_backward()
     if is_inside or not torch.is_grad_enabled() or engine.is_inference or engine.is_unsharded:
         got = "a call from within one" if is_inside else "a module that records no graph now"
-        raise StateError(
-            "onefold.accumulate_layers outside forward and backward, with gradients",
-            got,
-            where=where,
-            hint="call it where the loop would call the module",
-        )
+        wanted = "onefold.accumulate_layers outside forward and backward, with gradients"
+        hint = "call it where the loop would call the module"
+        raise StateError(wanted, got, where=where, hint=hint)
 
 
 def _forward(module: nn.Module, batch: Any, loss: Loss | None, number: int) -> Tensor:
@@ -192,3 +170,209 @@ def _arguments(module: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     number = sum(parameter.kind in positional for parameter in parameters)
     return tuple(batch if inspect.Parameter.VAR_POSITIONAL in kinds else batch[:number]), {}
+
+
+Order = Literal["auto", "layers", "keep", "plain"]
+
+
+@dataclass(slots=True)
+class Accumulation:
+    """What is known of a module's accumulation, for the next step and the report."""
+
+    refused: str | None = None  # why the module is no chain; None where it may be one
+    is_proved: bool = False  # it was a chain
+    order: Order = "layers"  # of the last step
+    num_microbatches: int = 0
+    border_nbytes: int = 0  # of tensors between blocks, of all micro-batches of the last step
+    sent_nbytes: tuple[int, int] = (0, 0)  # by gathers and reductions of the last step
+    window: frozenset[int] = frozenset()  # units that "keep" keeps
+    kept: frozenset[int] = frozenset()  # units that some step has kept
+    _picked: Order | None = None
+    _num_picks: int = 0
+
+    def run(
+        self, engine: Engine, order: Order, forwards: Sequence[Forward], streams: RandomStreams
+    ) -> Tensor:
+        """Run all micro-batches of a step, in a loop where the module is no chain."""
+        order, before, total = self._choose(engine, order), _sent(engine), None
+        if order == "layers":
+            self.refused = self.refused or _refusal(engine)
+            total = None if self.refused else self._run_layers(engine, forwards, streams)
+            if total is None:
+                order = self._loop_order()
+        self.order = order
+        if total is None:
+            self.window = frozenset() if order == "plain" else self.window
+            self.kept |= self.window
+            total = run_loop(engine, forwards, streams, self.window)
+        after, self.num_microbatches = _sent(engine), len(forwards)
+        self.sent_nbytes = after[0] - before[0], after[1] - before[1]
+        return total
+
+    def _run_layers(
+        self, engine: Engine, forwards: Sequence[Forward], streams: RandomStreams
+    ) -> Tensor | None:
+        """Run in layered order; None, with nothing changed, where the module is no chain."""
+        root = _root(engine)
+        names = {part: name for name, part in root.named_modules()}
+        blocks = {names[block]: block for block in repeated_blocks(root)}
+        kept = [] if self.is_proved else [(b, b.clone()) for b in root.buffers()]
+        layered = Layered(engine, forwards, streams, blocks, is_proved=self.is_proved)
+        try:
+            total = layered.run()
+        except NotAChain as why:
+            self.refused = str(why)
+            streams.undo()
+            with torch.no_grad():
+                for buffer, value in kept:
+                    buffer.copy_(value)
+            return None
+        self.is_proved, self.border_nbytes = True, layered.border_nbytes
+        return total
+
+    def _choose(self, engine: Engine, order: Order) -> Order:
+        """Return the order to run, and choose the window for it."""
+        if order != "auto":
+            self.window = gathered_units(engine).everyone if order == "keep" else frozenset()
+            return order
+        if not engine.policy.frees_after_forward:
+            return "plain"  # it gathers once
+        if self._picked is None or self._num_picks < 2:
+            self._num_picks += 1
+            self._picked = self._pick(engine)
+        return self._picked
+
+    def _pick(self, engine: Engine) -> Order:
+        """Pick an order for all ranks; again in the second step, when activations are known."""
+        room = memory_of(engine).room_to_keep()
+        self.window = trained_units(engine).window(room)
+        needs = engine.group.gather(self.border_nbytes)
+        if self.window == gathered_units(engine).everyone:
+            return "keep"
+        if self.refused is None and all(need <= room for need in needs):
+            return "layers"
+        return self._loop_order()
+
+    def _loop_order(self) -> Order:
+        return "keep" if self.window else "plain"
+
+    def describe(self, engine: Engine) -> list[str]:
+        """Return lines for the report: the order of the last step, and the costs of all orders."""
+        if not self.num_microbatches:
+            return []
+        line = f"accumulation: {self.order!r} order, {self.num_microbatches} micro-batches"
+        if self.order == "keep":
+            line += f", {len(self.window)} of {len(gathered_units(engine).everyone)} units kept"
+        if self.refused is not None:
+            line += f", as the module is no chain of blocks: {self.refused}"
+        tiled = any(unit.is_tiled for unit in engine.units)  # gathered for each use in every order
+        if engine.policy.frees_after_forward and engine.group.world_size > 1 and not tiled:
+            line += f". Sent {format_bytes(sum(self.sent_nbytes))} a step; {self._costs(engine)}"
+        return [line]
+
+    def _costs(self, engine: Engine) -> str:
+        """Bytes that each order sends and holds, from those of the last step."""
+        number, (gathered, reduced) = self.num_microbatches, self.sent_nbytes
+        units = trained_units(engine)
+        everything = units.nbytes_of(gathered_units(engine).everyone)
+        share = units.nbytes_of(self.window) / max(1, everything)
+        kept = share + (1 - share) * 2 * number, share + (1 - share) * number
+        passes = {"layers": (2, 1), "keep": kept, "plain": (2 * number, number)}
+        gathers, reductions = passes[self.order]
+        gather, reduction = int(gathered / gathers), int(reduced / reductions)
+        borders = (
+            format_bytes(self.border_nbytes) if self.is_proved else "an unknown number of bytes"
+        )
+        costs = [
+            ("plain", number * (2 * gather + reduction), "nothing"),
+            ("keep", gather + reduction, format_bytes(everything)),
+            ("layers", 2 * gather + reduction, borders),
+        ]
+        if self.refused is not None:
+            del costs[-1]
+        return ", ".join(
+            f"{name!r} sends {format_bytes(sent)} and holds {held} more"
+            for name, sent, held in costs
+        )
+
+
+def _sent(engine: Engine) -> tuple[int, int]:
+    """The bytes that gathers and reductions have sent so far."""
+    traffic, none = engine.ledger.traffic, Traffic()
+    gathered, reduced = (traffic.get(name, none) for name in ("gather", "reduce_scatter"))
+    return gathered.sent_nbytes, reduced.sent_nbytes
+
+
+def with_kept(engine: Engine, peaks: dict[str, int]) -> dict[str, int]:
+    """Return predicted peaks with those of a step that kept a window of weights and gradients."""
+    known = engine.facts.about(Accumulation)
+    if not (peaks and known.kept):
+        return peaks
+    trained = {
+        i: sum(parameter.full_nbytes for parameter in unit.gradient.trainable())
+        for i, unit in enumerate(engine.units)
+    }
+    more = sum(trained[i] for i in known.kept), sum(trained.values())
+    most = {
+        Kind.UNSHARDED: gathered_units(engine).most(known.kept),
+        Kind.PARTIAL_GRAD: min(peaks.get(Kind.PARTIAL_GRAD, 0) + more[0], more[1]),
+    }
+    predicted = peaks | {kind: max(peaks.get(kind, 0), nbytes) for kind, nbytes in most.items()}
+    if not engine.policy.defers_reduction:
+        # reduced gradients come as the others go, where their memory does not stay
+        come_late = () if engine.policy.keeps_gradients else (Kind.GRAD,)
+        kinds = sum(nbytes for kind, nbytes in predicted.items() if kind not in ("all", *come_late))
+        predicted["all"] = max(peaks["all"], kinds)
+    return predicted
+
+
+def describe_accumulation(engine: Engine) -> list[str]:
+    """Return lines for the report of a module: orders, their costs, and the noise scale."""
+    lines, noise = engine.facts.about(Accumulation).describe(engine), engine.hands.noise
+    return lines if noise is None else [*lines, noise.describe()]
+
+
+def measure_noise(module: nn.Module) -> NoiseScale:
+    """Estimate the gradient noise scale of each step from now on.
+
+    The report says how much of the progress of an endless batch a step makes, and suggests a number
+    of micro-batches. Any loop is measured: `onefold.accumulate`, `onefold.accumulate_layers`, or
+    Trainer, whose logs get `gradient_noise_scale`. Each gradient is read once more before its
+    reduction and once after it. A step sends five numbers more.
+
+    Call it on every rank. Micro-batches have equal weights, as in a loss divided by their number.
+    A step is left out where gradients of an earlier one were not cleared, where they are not
+    finite, or where pipelines or different numbers of reductions make ranks differ. Units on a mesh
+    of their own (experts) and units in row blocks are left out.
+
+    Args:
+        module: one that `shard` has sharded.
+
+    Returns:
+        The estimate, which follows the steps. `batches` is the noise scale as a multiple of the
+        last step's rows, `suggested_microbatches` the number of micro-batches that it suggests;
+        both None at first.
+
+    Raises:
+        ConfigError: a module that evaluates only, or one small batch a step: one rank that sums
+            micro-batches before they are seen.
+
+    Example:
+        >>> noise = onefold.measure_noise(model)
+        >>> for step in range(100):
+        ...     train(model)
+        >>> print(noise.describe(), noise.suggested_microbatches)
+
+    Source: McCandlish et al., arXiv 1812.06162, appendix A.1.
+    """
+    engine = engine_of(module)
+    where = f"rank {engine.group.rank}"
+    if engine.is_inference:
+        hint = "onefold.shard a module that trains"
+        got = "one of onefold.stream"
+        raise ConfigError("a module that trains", got, where=where, hint=hint)
+    if engine.group.world_size == 1 and engine.policy.defers_reduction:
+        hint = "stage=2 shows each micro-batch alone, and more ranks show theirs"
+        got = f"one rank at stage {engine.recipe.stage.number}"
+        raise ConfigError("two gradients a step, to compare", got, where=where, hint=hint)
+    return engine.hands.measure_noise(engine.group, engine.context.rest_world)

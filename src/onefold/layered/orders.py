@@ -10,6 +10,15 @@ The engine sees one forward and one backward. Weights stay for all micro-batches
 first one gathers them, so ranks may have different numbers of micro-batches. Gradients are summed
 over micro-batches, in their order, in `.grad` of the unsharded weights. A unit is reduced when
 backward enters the one before it.
+
+A model is cut into a chain of segments at the borders of its blocks, as it runs: a forward halts
+before and after each block. There its graph is cut: a tensor that requires a gradient goes on as a
+leaf of the same values, and its gradient is passed on by hand. That is exact. The tensor is cut
+once, however often it is used later, so encoder outputs and outputs of blocks that skip units work
+as well. A graph that crosses a border in no argument or output of a block is found by its age, and
+refused.
+
+Source: layered gradient accumulation, arXiv 2106.02679, section 3.
 """
 
 from __future__ import annotations
@@ -17,18 +26,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from threading import current_thread, main_thread
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from onefold.engine.driving import Drive
 from onefold.engine.engine import Engine
 from onefold.engine.first_batch import has_dropout
-from onefold.engine.forward_threads import ForwardThread, thread_of
+from onefold.engine.forward_threads import ForwardThread, current_forward, thread_of
+from onefold.engine.watch import now
 from onefold.errors import StateError
-from onefold.layered.chain import Cuts, NotAChain, cutting
 
 Forward = Callable[[], Tensor]
 """One micro-batch: its forward and its part of the mean loss."""
@@ -120,7 +131,7 @@ class Layered:
                 self.border_nbytes += mine.nbytes
                 self._run_back(thread, mine, is_first=number == 0, is_last=number == last)
             elif number == 0 or not self._is_proved:
-                mine.check_border()
+                mine.check([tensor for tensor, _ in mine.borders[-1]])  # of the segment that ended
         if not threads[0].is_over:
             self._free_used()
 
@@ -155,12 +166,10 @@ class Layered:
     def _refuse_paths(self, number: int, first: Cuts, mine: Cuts) -> None:
         """Micro-batches go different ways through the module."""
         if self._engine.schedule.is_backward:
-            raise StateError(
-                "all micro-batches to call the same blocks",
-                f"micro-batch 0 {first.at!r} and micro-batch {number} {mine.at!r}",
-                where=f"rank {self._engine.group.rank}",
-                hint='order="plain" runs them one after the other',
-            )
+            wanted = "all micro-batches to call the same blocks"
+            got = f"micro-batch 0 {first.at!r} and micro-batch {number} {mine.at!r}"
+            hint = 'order="plain" runs them one after the other'
+            raise StateError(wanted, got, where=f"rank {self._engine.group.rank}", hint=hint)
         raise NotAChain(f"micro-batch 0 is {first.at} where micro-batch {number} is {mine.at}")
 
     @contextmanager
@@ -251,3 +260,120 @@ class RandomStreams:
     def _set(self, states: Sequence[Tensor]) -> None:
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
+
+
+Pairs = list[tuple[Tensor, Tensor]]
+"""Tensors of one border, each with the leaf that goes on in its place."""
+
+
+class NotAChain(Exception):
+    """The module is no chain of blocks; the message says why."""
+
+
+class Cuts:
+    """The borders of one micro-batch."""
+
+    def __init__(self) -> None:
+        self.borders: list[Pairs] = []
+        self.at = ""  # the border where it halts
+        self._since = 0  # the first autograd node of the segment that runs
+        self._leaves: dict[int, tuple[Tensor, Tensor]] = {}  # keeps tensors, and so their ids
+
+    def cut(self, value: Any, at: str) -> Any:
+        """Begin a border: return `value` with leaves in place of tensors that need a gradient."""
+        self.at = at
+        self.borders.append([])
+        return tree_map_only(Tensor, self._leaf, value)
+
+    def halt(self, thread: ForwardThread) -> None:
+        """Halt at the border that has begun; the next segment follows."""
+        thread.halt()
+        self._since = now()
+
+    def _leaf(self, tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad or tensor.is_leaf:
+            return tensor
+        known = self._leaves.get(id(tensor))
+        if known is None:
+            known = tensor, tensor.detach().requires_grad_()
+            self._leaves[id(tensor)] = known
+            self.borders[-1].append(known)
+        return known[1]
+
+    def check(self, outputs: Sequence[Tensor]) -> None:
+        """Raise `NotAChain` if `outputs` depend on a graph that began before the last border."""
+        nodes = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+        seen = set(nodes)
+        while nodes:
+            node = nodes.pop()
+            if node._sequence_nr() < self._since:
+                raise NotAChain(f"a skip connection: {node.name()} ends after a later block")
+            before = [n for n, _ in node.next_functions if n is not None and n not in seen]
+            seen.update(before)
+            nodes += before
+
+    def end_forward(self) -> None:
+        """Let go of tensors that are needed only to recognise them."""
+        self._leaves.clear()
+
+    def backward(self, border: int) -> None:
+        """Run the segment before a border backward, and free its graph."""
+        pairs, self.borders[border] = self.borders[border], []
+        reached = [(tensor, leaf.grad) for tensor, leaf in pairs if leaf.grad is not None]
+        if not reached:
+            return
+        # a tensor that skips blocks has a gradient of a later one: sums begin with it, as in a loop
+        earlier = [leaf for border in self.borders for _, leaf in border if leaf.grad is not None]
+        reached += [(leaf, leaf.grad) for leaf in earlier]
+        for leaf in earlier:
+            leaf.grad = None
+        tensors, gradients = zip(*reached, strict=True)
+        del pairs, reached
+        torch.autograd.backward(tensors, gradients)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors at all borders, which live from forward to backward."""
+        storages = {
+            tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
+            for border in self.borders
+            for tensor, _ in border
+        }
+        return sum(storages.values())
+
+
+@contextmanager
+def cutting(blocks: Mapping[str, nn.Module], cuts: Mapping[ForwardThread, Cuts]) -> Iterator[None]:
+    """Halt forwards before and after each block in this block, and cut their graphs there."""
+    with ExitStack() as stack:
+        for name, block in blocks.items():
+            enter, leave = (partial(_cut, cuts, f"{side} {name}") for side in ("before", "after"))
+            before = block.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+            stack.callback(before.remove)
+            stack.callback(block.register_forward_hook(leave).remove)
+        yield
+
+
+@torch._disable_dynamo  # [Note: torch.compile] in engine/hooks.py
+def _cut(cuts: Mapping[ForwardThread, Cuts], at: str, _: nn.Module, args: Any, value: Any) -> Any:
+    """A hook before or after a block; nothing in recompute, which runs in no forward thread.
+
+    `value`: before a block its keyword arguments, after it its outputs.
+    """
+    thread = current_forward()
+    if thread is None:
+        return None
+    side, name = at.split(" ", 1)
+    value = (args, value) if side == "before" else value
+    if torch.is_grad_enabled():
+        value = cuts[thread].cut(value, at)
+    else:
+        cuts[thread].cut(None, at)
+        tensors: list[Tensor] = []
+        tree_map_only(Tensor, tensors.append, value)
+        if any(tensor.requires_grad for tensor in tensors):
+            raise NotAChain(
+                f"{name} runs without a graph, as in a checkpoint with use_reentrant=True"
+            )
+    cuts[thread].halt(thread)
+    return value

@@ -1,23 +1,31 @@
-"""Move rows between ranks when state is cut anew: each rank sends only the rows that it gives up.
+"""What moves when state is cut anew: rows between ranks, and optimizers' states that follow.
 
 A piece of a parameter is a few ranges of its elements (`Slot.spans`). Where a range of a rank's old
-piece meets a range of another rank's new piece, these elements travel. All rows of a unit that move
-to one rank are one message, whatever their dtypes.
+piece meets a range of another rank's new piece, these elements travel: each rank sends only the
+rows that it gives up. All rows of a unit that move to one rank are one message, whatever their
+dtypes. Optimizers' states are taken off before rows move and given back after.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
+from onefold.axes.exchange import swap
+from onefold.engine.engine import Engine
+from onefold.engine.optimizer import OptimizerBinding
 from onefold.layout.cut import Range
 from onefold.layout.rows import Slot
 from onefold.unit.context import Context
-from onefold.wire.ticket import Ticket
+from onefold.unit.parameter import UnitParameter
+from onefold.unit.unit import Unit
 
 TRAFFIC = "reshare"
 """The name of these bytes in a report."""
@@ -53,8 +61,8 @@ def overlaps(old: Sequence[Range], new: Sequence[Range]) -> list[tuple[int, int,
     return common
 
 
-def move(items: Sequence[Rows], context: Context, name: str) -> int:
-    """Fill the rows after from those before, of all ranks; return the bytes sent. A collective.
+def move(items: Sequence[Rows], context: Context, name: str) -> None:
+    """Fill the rows after from those before, of all ranks. A collective.
 
     `items` come in the same order on every rank. `name`: of the unit, for errors.
     """
@@ -70,23 +78,130 @@ def move(items: Sequence[Rows], context: Context, name: str) -> int:
         for rank in range(group.world_size):
             if rank != group.rank:
                 for at, _, numel in overlaps(old, item.new_slot.spans(rank)):
-                    sent[rank].append(_bytes(item.before[at : at + numel]).to(device))
+                    sent[rank].append(_bytes(item.before[at : at + numel]))
                 for _, to, numel in overlaps(item.old_slot.spans(rank), new):
                     targets[rank].append(_bytes(item.after[to : to + numel]))
-    nothing = torch.empty(0, dtype=torch.uint8, device=device)
-    message = torch.cat([nothing, *chain.from_iterable(sent)])
-    numels = [sum(map(len, parts)) for parts in targets]
-    received = torch.empty(sum(numels), dtype=torch.uint8, device=device)
-    work = group.all_to_all(received, message, numels, [sum(map(len, parts)) for parts in sent])
+    shapes = [[target.shape for target in row] for row in targets]
     label = f"reshare of unit {name!r} on {context.where}"
-    Ticket(group.track([work], label), label=label).wait()
-    places = list(chain.from_iterable(targets))
-    for target, part in zip(places, received.split([len(p) for p in places]), strict=True):
-        target.copy_(part)
-    context.ledger.sent(TRAFFIC, len(message))
-    return len(message)
+    like = torch.empty(0, dtype=torch.uint8, device=device)
+    pieces = swap(group, sent, shapes, like, label)
+    for target, piece in zip(chain(*targets), chain(*pieces), strict=True):
+        target.copy_(piece)
+    context.ledger.sent(TRAFFIC, sum(map(len, chain(*sent))))
 
 
 def _bytes(flat: Tensor) -> Tensor:
-    """The bytes of a stretch of a flat tensor, as a view."""
     return flat.view(torch.uint8)
+
+
+Entry = dict[str, Any]
+"""A parameter's state by name: a dtype where it has rows, else the value itself."""
+
+
+@dataclass(slots=True, eq=False)
+class OptimizerStates:
+    """The states that one elementwise optimizer keeps of a module's parameters."""
+
+    binding: OptimizerBinding
+    optimizer: Optimizer
+    engine: Engine
+    entries: dict[UnitParameter, dict[str, Any]] = field(default_factory=dict)
+    flats: list[Tensor] = field(default_factory=list)
+
+    @staticmethod
+    def of(engine: Engine) -> list[OptimizerStates]:
+        """The states of all optimizers of a module, in the order of their first parameters."""
+        order = {parameter: n for n, parameter in enumerate(engine.by_sharded.values())}
+        owners: list[tuple[int, OptimizerStates]] = []
+        for binding in list(engine.hands.steppers):
+            if not isinstance(binding, OptimizerBinding) or not binding.is_elementwise:
+                continue  # a matrix optimizer keeps whole matrices, which have owners
+            optimizer = binding.optimizer
+            if optimizer is not None:
+                held = [order[p] for p in order if binding.holds(p)]
+                owners.append((min(held, default=0), OptimizerStates(binding, optimizer, engine)))
+        return [states for _, states in sorted(owners, key=lambda pair: pair[0])]
+
+    def describe(self) -> dict[str, Entry]:
+        """Name the states of each parameter here: ranks compare notes."""
+        entries: dict[str, Entry] = {}
+        for parameter, entry in self._own():
+            entries[parameter.fqn] = {
+                name: value.dtype if _is_rows(parameter, value) else _number(value)
+                for name, value in entry.items()
+            }
+        return entries
+
+    def take(self) -> None:
+        """Take the states off the optimizer, as own rows."""
+        self.entries = {
+            parameter: {
+                name: parameter.unwrap(value.detach()) if _is_rows(parameter, value) else value
+                for name, value in entry.items()
+            }
+            for parameter, entry in self._own()
+        }
+        others = {
+            tensor: entry
+            for tensor, entry in dict.items(self.optimizer.state)
+            if id(tensor) not in self.engine.by_sharded
+        }
+        self.binding.forget(self.optimizer)
+        for tensor, entry in others.items():  # of parameters of other modules
+            self.optimizer.state[tensor] = entry
+
+    def rows(self, parameter: UnitParameter, name: str, dtype: torch.dtype) -> Tensor:
+        """Own rows of a state, flat; none where this rank had no rows."""
+        value = self.entries.get(parameter, {}).get(name)
+        if isinstance(value, Tensor) and value.numel():
+            return value.reshape(-1)
+        return torch.empty(0, dtype=dtype)
+
+    def room(self, unit: Unit, name: str, dtype: torch.dtype, numel: int) -> Tensor:
+        """Zeros for a state of new rows: the unit's moments, or a flat tensor to step in place."""
+        if unit.steps_in_blocks:
+            unit.make_moments({name: dtype})
+            return unit.moments[name].tensor
+        self.flats.append(torch.zeros(numel, dtype=dtype, device=unit.stepped.device))
+        return self.flats[-1]
+
+    def give(self, parameter: UnitParameter, entry: Entry, flats: dict[str, Tensor]) -> None:
+        """Give the optimizer a parameter's state back: rows of `flats`, and the numbers."""
+        before = self.entries.pop(parameter, {})
+        self.optimizer.state[parameter.sharded] = {
+            name: parameter.wrap(parameter.own_rows(flats[name]))
+            if isinstance(value, torch.dtype)
+            else _copied(value, before.get(name))
+            for name, value in entry.items()
+        }
+
+    def finish(self) -> None:
+        """Count the states, and let the next step find them in place."""
+        self.binding.follow_cut(self.optimizer, self.engine, self.flats)
+
+    def _own(self) -> Sequence[tuple[UnitParameter, dict[str, Any]]]:
+        known = self.engine.by_sharded
+        state = dict.items(self.optimizer.state)
+        return [(known[id(t)], entry) for t, entry in state if id(t) in known and entry]
+
+
+def _is_rows(parameter: UnitParameter, value: object) -> bool:
+    is_like = isinstance(value, Tensor) and tuple(value.shape) == tuple(parameter.shape)
+    return is_like and parameter.shape != ()
+
+
+def _number(value: object) -> object:
+    """A value as ranks send it; the moments of a parameter without dimensions are DTensors."""
+    if not isinstance(value, Tensor):
+        return value
+    local: Tensor = value._local_tensor if isinstance(value, DTensor) else value
+    return local.detach().cpu().clone()
+
+
+def _copied(value: object, own: object) -> object:
+    """A number of another rank, on the device of this rank's own."""
+    if not isinstance(value, Tensor):
+        return value
+    if isinstance(own, DTensor):
+        own = own._local_tensor
+    return value.to(own.device, copy=True) if isinstance(own, Tensor) else value.clone()

@@ -6,18 +6,22 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from copy import copy
 from functools import partial
 from hashlib import blake2b
+from itertools import pairwise
+from math import isfinite
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Sampler, default_collate
 
+from onefold.axes.exchange import of_ranks
 from onefold.errors import ConfigError, StateError
-from onefold.mixed.dealing import check_shares, even, split_rows
-from onefold.mixed.speeds import RowSpeeds, measure
+from onefold.layout.cut import bounds_of
+from onefold.mixed.speeds import RowSpeeds, even, measure
 from onefold.wire import ranks as meshes
 from onefold.wire.collectives import Group
-from onefold.wire.ticket import Ticket
+
+_SCALE = 1 << 30  # weights as whole numbers
 
 
 class RowSampler(Sampler[list[int]]):
@@ -42,7 +46,7 @@ class RowSampler(Sampler[list[int]]):
             `drop_last` would leave out, or shares that are not one weight a rank.
 
     Example:
-        >>> sampler = onefold.RowSampler(dataset, rows=64, seed=0)
+        >>> sampler = onefold.mixed.RowSampler(dataset, rows=64, seed=0)
         >>> loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=sampler.collate(dataset))
         >>> sampler.follow(model)            # rows move to the ranks that compute faster
         >>> for epoch in range(epochs):
@@ -130,7 +134,7 @@ class RowSampler(Sampler[list[int]]):
         if ranks != (self._rank, self._world_size):
             wanted = f"a module over the ranks of the sampler, rank {self._rank} of "
             wanted += f"{self._world_size}"
-            hint = "pass the same mesh to onefold.shard and onefold.RowSampler"
+            hint = "pass the same mesh to onefold.shard and onefold.mixed.RowSampler"
             raise ConfigError(wanted, f"rank {ranks[0]} of {ranks[1]}", hint=hint)
         speeds.begin_at(self.shares)
         self._speeds = speeds
@@ -234,11 +238,37 @@ def weigh(loss_sum: Tensor, num_tokens: int | Tensor, *, mesh: meshes.MeshChoice
 def mean_count(num_tokens: int | Tensor, group: Group, device: torch.device) -> Tensor:
     """Return the mean over the ranks of a count, 1 if it is zero everywhere. A collective."""
     mine = torch.as_tensor(num_tokens, dtype=torch.float64, device=device).reshape(1)
-    everyone = mine.new_empty(group.world_size)
-    if group.world_size == 1:
-        everyone.copy_(mine)
-    else:
-        work = group.all_gather(everyone, mine.detach())
-        Ticket([work], label="an exchange of token counts").wait()
-    mean = everyone.mean()
+    mean = of_ranks(group, mine, "an exchange of token counts").mean()
     return cast("Tensor", torch.where(mean > 0, mean, torch.ones_like(mean)))
+
+
+def check_shares(shares: Sequence[float], world_size: int) -> tuple[float, ...]:
+    """Return weights of rows, scaled to a sum of 1.
+
+    Raises `ConfigError` unless there is one finite weight a rank, none negative and one positive.
+    """
+    weights = tuple(float(share) for share in shares)
+    hint = f"pass {world_size} weights, such as {[3, *[1] * (world_size - 1)]}"
+    if len(weights) != world_size:
+        raise ConfigError(f"{world_size} shares of rows, one a rank", weights, hint=hint)
+    if any(not isfinite(share) or share < 0 for share in weights) or sum(weights) <= 0:
+        raise ConfigError("finite shares of rows, none negative", weights, hint=hint)
+    return tuple(share / sum(weights) for share in weights)
+
+
+def split_rows(rows: int, shares: Sequence[float]) -> list[range]:
+    """Return the rows of a global batch for each rank: contiguous, in rank order.
+
+    Each rank gets its part rounded down. Ranks with the largest remainders get one row more. A rank
+    with a positive weight gets one row at least, if there are enough; a rank with weight zero none.
+    """
+    weights = [round(share / sum(shares) * _SCALE) for share in shares]
+    bounds = bounds_of(rows, len(shares), tuple(weights))
+    counts = [stop - start for start, stop in pairwise(bounds)]
+    without = [rank for rank, share in enumerate(shares) if share > 0 and counts[rank] == 0]
+    if rows >= sum(share > 0 for share in shares):
+        for rank in without:
+            counts[counts.index(max(counts))] -= 1
+            counts[rank] = 1
+    starts = [sum(counts[:rank]) for rank in range(len(counts))]
+    return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]

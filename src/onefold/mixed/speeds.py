@@ -16,9 +16,10 @@ begins to train: the optimizers of a module may step one after the other.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +29,7 @@ from onefold.engine.registry import engine_of
 from onefold.engine.watch import tensors_in
 from onefold.layout.ledger import Ledger
 from onefold.layout.observer import Span, Stream, members_of
-from onefold.layout.row_split import RankTime
-from onefold.mixed.dealing import AffineFit, balance, even
+from onefold.layout.row_split import RankTime, rows_of
 from onefold.recording.recorder import Recorder
 from onefold.recording.step_record import total_seconds
 from onefold.wire.collectives import Group
@@ -37,6 +37,9 @@ from onefold.wire.ticket import Ticket
 
 SPEEDS = "_onefold_speeds"
 """The attribute of a sharded root module that holds its `RowSpeeds`."""
+
+HYSTERESIS = 0.05
+"""Rows move only if a step becomes shorter by more than this share."""
 
 EVERY = 5
 """Steps between two exchanges of speeds."""
@@ -59,11 +62,11 @@ class Times:
         return Times(self.wall - other.wall, self.cpu - other.cpu)
 
 
+_SHORTEST = 1e-12  # seconds of a row that took no time to be measured
 _NO_TIME = Times(0.0, 0.0)
 
 
 def now() -> Times:
-    """Read both clocks."""
     return Times(time.perf_counter(), time.thread_time())
 
 
@@ -108,7 +111,7 @@ class RowSpeeds:
         self._cpu = 0.0  # CPU seconds from there to the end of the optimizer's step
         self._has_stepped = False
         self._pending: tuple[Ticket, Tensor] | None = None
-        self._is_queued = self._device.type != "cpu"  # see [Note: devices]
+        self._is_queued = self._device.type != "cpu"  # a recorder times its kernels
         self._recorder: Recorder | None = None
 
     def watch(self, ledger: Ledger) -> None:
@@ -135,12 +138,10 @@ class RowSpeeds:
     # the observer
 
     def held(self, kind: str, tier: str, nbytes: int) -> None:
-        """See `Observer.held`."""
         if self._recorder is not None:
             self._recorder.held(kind, tier, nbytes)
 
     def begin(self, stream: Stream, verb: str, unit: str) -> Span:
-        """See `Observer.begin`."""
         if stream is Stream.PHASE:
             if verb != "forward" or torch.is_grad_enabled():
                 self._begin(verb)
@@ -240,9 +241,89 @@ class _Span:
         self._note = note
 
     def end(self, nbytes: int = 0) -> None:
-        """It is over."""
         if self._note is not None:
             self._note()
 
 
 _UNTIMED = _Span()
+
+
+def even(world_size: int) -> tuple[float, ...]:
+    return (1 / world_size,) * world_size
+
+
+def balance(
+    times: Sequence[RankTime], now: Sequence[int], hysteresis: float = HYSTERESIS
+) -> list[int]:
+    """Divide the rows that ranks take now so that the slowest rank ends soonest.
+
+    Ranks of known speed get one row at least, if there are enough. A rank whose `per_row` is
+    infinite, unknown, gets none. Returns the rows of now where the best division does not save more
+    than the share `hysteresis` of a step.
+    """
+    best = _best(times, sum(now))
+
+    def seconds(rows: Sequence[int]) -> float:
+        return max(time.seconds(count) for time, count in zip(times, rows, strict=True))
+
+    return best if seconds(best) < (1 - hysteresis) * seconds(now) else list(now)
+
+
+def _best(times: Sequence[RankTime], total: int) -> list[int]:
+    is_known = [time.per_row < inf for time in times]
+    least = int(total >= sum(is_known))  # the first row of each rank is part of its fixed time
+    others = [
+        RankTime(time.fixed + least * time.per_row, max(time.per_row, _SHORTEST))
+        if known
+        else RankTime(0.0, 1.0)
+        for time, known in zip(times, is_known, strict=True)
+    ]
+    limits = [total * known for known in is_known]
+    rows = rows_of(others, total - least * sum(is_known), limits)
+    return [count + least * known for count, known in zip(rows, is_known, strict=True)]
+
+
+class AffineFit:
+    """Fits `seconds = fixed + per_row * rows` to the latest steps of one rank.
+
+    Older steps weigh exponentially less. The fit remembers about `STEPS` steps, and more where
+    these take less than `SECONDS`: the quota of a cgroup stops a process once in 100 ms.
+    """
+
+    STEPS = 20
+    SECONDS = 1.0
+    SPREAD = 0.1  # relative spread of rows below which the fixed part cannot be told
+
+    def __init__(self) -> None:
+        self.seconds = 0.0  # of all steps
+        self.steps = 0
+        self._weight = self._rows = self._seconds = self._squares = self._products = 0.0
+
+    @property
+    def is_ready(self) -> bool:
+        """True if enough time or steps were measured."""
+        return self.steps >= self.STEPS or (self.steps > 2 and self.seconds > self.SECONDS / 2)
+
+    def note(self, rows: int, seconds: float) -> None:
+        self.steps += 1
+        self.seconds += seconds
+        keep = 1 - min(1 / self.STEPS, seconds / self.SECONDS)
+        self._weight = self._weight * keep + 1
+        self._rows = self._rows * keep + rows
+        self._seconds = self._seconds * keep + seconds
+        self._squares = self._squares * keep + rows * rows
+        self._products = self._products * keep + rows * seconds
+
+    def fit(self) -> tuple[float, float]:
+        """Return seconds of the fixed part, and seconds of each row: infinite without any row."""
+        if self._seconds <= 0:
+            return 0.0, inf
+        rows, seconds = self._rows / self._weight, self._seconds / self._weight
+        if rows == 0:
+            return seconds, inf
+        variance = self._squares / self._weight - rows * rows
+        if variance <= (self.SPREAD * rows) ** 2:
+            return 0.0, seconds / rows
+        slope = (self._products / self._weight - rows * seconds) / variance
+        slope = min(max(slope, 0.1 * seconds / rows), seconds / rows)
+        return seconds - slope * rows, slope

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from onefold.errors import ConfigError, StateError
-from onefold.layout.cut import Cut
 from onefold.layout.ledger import Account, Kind, Ledger
 from onefold.layout.rows import PIECE_NUMEL, round_up
 from onefold.outer.parcels import ShareRows
@@ -92,12 +91,9 @@ class Anchors:
         torch.sub(self.parameters[index].detach(), values, out=values)
         if not torch.isfinite(values).all():
             unit = self.shares[index].unit
-            raise StateError(
-                f"finite weights in unit {unit.name!r}",
-                "NaN or Inf",
-                where=unit.context.where,
-                hint="the other islands go on without this one; resume from its checkpoint",
-            )
+            wanted = f"finite weights in unit {unit.name!r}"
+            hint = "the other islands go on without this one; resume from its checkpoint"
+            raise StateError(wanted, "NaN or Inf", where=unit.context.where, hint=hint)
         residual = self.residual(index)
         return values if residual is None else values.add_(residual)
 
@@ -138,13 +134,12 @@ class Anchors:
         numbers, rows = list[dict[str, float]](), list[list[str]]()
         for anchor in self.parameters:
             state = dict.get(self.outer.state, anchor, {})
-            is_rows = {
-                k: isinstance(v, Tensor) and v.shape == anchor.shape for k, v in state.items()
+            like = {
+                k for k, v in state.items() if isinstance(v, Tensor) and v.shape == anchor.shape
             }
-            rows.append(sorted(name for name, is_like in is_rows.items() if is_like))
-            numbers.append(
-                {k: float(v) for k, v in state.items() if not is_rows[k] and v is not None}
-            )
+            rows.append(sorted(like))
+            others = {k: v for k, v in state.items() if k not in like and v is not None}
+            numbers.append({k: float(v) for k, v in others.items()})
         return {"groups": groups, "numbers": numbers, "rows": rows}
 
     def state_rows(self, index: int, names: Sequence[str]) -> list[Tensor]:
@@ -210,11 +205,9 @@ def _outer_of(outer: OuterChoice, parameters: list[nn.Parameter]) -> Optimizer:
     optimizer = outer(parameters) if callable(outer) else outer
     groups = optimizer.param_groups if isinstance(optimizer, Optimizer) else []
     if {id(p) for group in groups for p in group["params"]} != set(map(id, parameters)):
-        raise ConfigError(
-            "outer to be a function that returns a torch.optim.Optimizer of its argument",
-            f"a {type(optimizer).__name__}",
-            hint="outer=lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9)",
-        )
+        wanted = "outer to be a function that returns a torch.optim.Optimizer of its argument"
+        hint = "outer=lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9)"
+        raise ConfigError(wanted, f"a {type(optimizer).__name__}", hint=hint)
     return optimizer
 
 
@@ -233,7 +226,8 @@ class Share:
         self._is_gathered = not context.is_sharded and context.world_size > 1
         self.rows, self._numels = list[ShareRows](), [0] * context.world_size
         for parameter in self.parameters:
-            cut = self._cut(parameter)
+            cut = unit.spec.wire.slots[parameter.index].cut
+            assert cut is not None, "a parameter has a shape"
             self.rows.append(ShareRows(cut, self._numels[context.rank]))
             for rank in range(context.world_size):
                 self._numels[rank] += round_up(cut.piece_numel(rank), PIECE_NUMEL)
@@ -242,11 +236,6 @@ class Share:
     def numel(self) -> int:
         """Elements of the flat tensor, gaps included."""
         return self._numels[self._rank]
-
-    def _cut(self, parameter: UnitParameter) -> Cut:
-        cut = self.unit.spec.wire.slots[parameter.index].cut
-        assert cut is not None, "a parameter has a shape"
-        return cut
 
     def collect(self, values_of: ValuesOf) -> Tensor:
         """Copy this rank's rows of each parameter: [numel] of `dtype`, zeros where it has none."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -12,13 +11,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from onefold.compose.checks import as_list
 from onefold.engine.engine import Engine
 from onefold.engine.registry import engine_of
 from onefold.engine.watch import in_backward
 from onefold.errors import ConfigError, StateError, WireError
 from onefold.outer.anchors import Anchors, OuterChoice, Share
-from onefold.outer.journal import Hello, JournalRecord
-from onefold.outer.membership import Meeting, Membership, find_place, layout_of, model_of
+from onefold.outer.journal import JournalRecord
+from onefold.outer.membership import Meeting, Membership, find_place
 from onefold.outer.periods import Periods
 from onefold.outer.rounds import OuterRound
 from onefold.unit.parameter import UnitParameter
@@ -105,10 +105,13 @@ class islands:
         engine = self._engine = engine_of(module)
 
         def prepare() -> tuple[Periods, Anchors]:
-            periods, optimizers = Periods.of_choice(every), _optimizers_of(optimizer)
+            periods = every if isinstance(every, Periods) else Periods(every)
+            optimizers = as_list(optimizer)
             if codec is not None:
                 codec_of(codec)
-            _check_timeout(timeout)
+            if isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout <= 0:
+                wanted = "timeout to be a positive number of seconds"
+                raise ConfigError(wanted, repr(timeout), hint=f"{TIMEOUT_S:g} is the default")
             shares = _shares_of(engine, periods, optimizers)
             return periods, Anchors(shares, optimizers, outer, feeds_back=codec is not None)
 
@@ -118,22 +121,19 @@ class islands:
         self.outer, self._anchors = anchors.outer, anchors
         self.num_steps = self.num_rounds = self.num_dropped = self.num_joined = 0
         self.waited_s = 0.0
-        self._members = Membership(engine.group, place, anchors.shares, coding, timeout)
-        self._facts = {
+        facts = {
             "stage": engine.recipe.stage.number,
             "wire": str(engine.recipe.wire),
             "codec": "exact" if coding is None else coding.name,
             "every": str(self.periods),
             "outer": _described(anchors.outer),
-            "model": model_of(anchors.shares),
         }
-        self._layout = layout_of(engine.group, anchors.shares)
+        self._members = Membership(engine.group, place, anchors.shares, coding, timeout, facts)
         self._pending: OuterRound | None = None
         self.resume(engine.companions.join(self))
 
     @property
     def island(self) -> int:
-        """The number of this island."""
         return self._members.island
 
     @property
@@ -214,7 +214,7 @@ class islands:
         """
         self._check_resting()
         together(self._members.group, lambda: self._take_over(state))
-        self._members.meet(Hello(self._facts, self._layout, self.num_steps))
+        self._members.meet(self.num_steps)
         self._transfer()
         if self._pending is not None:
             self._pending.start(self._members, self._engine.ledger)
@@ -251,7 +251,7 @@ class islands:
 
     def _join(self) -> None:
         """This island was left out: wait for the others' next exchange and take over its state."""
-        self._members.meet(Hello(self._facts, self._layout, self.num_steps))
+        self._members.meet(self.num_steps)
         self._transfer()
         self.num_joined += 1
 
@@ -269,7 +269,7 @@ class islands:
             deadline = max(deadline, time.monotonic())
             verdict = members.verdict(deadline, failure, record.index, "state")
             if members.island not in verdict.members:
-                members.meet(Hello(self._facts, self._layout, self.num_steps))
+                members.meet(self.num_steps)
             elif verdict.is_committed and members.island in record.adopters:
                 self._rest()
                 self._anchors.adopt(described, rows)
@@ -281,8 +281,8 @@ class islands:
         """Send the source's anchors and outer state to all, unit by unit; return them."""
         members, anchors = self._members, self._anchors
         if members.island == record.source:
-            members.note(json.dumps({**anchors.describe_state(), "num_steps": self.num_steps}))
-        described = json.loads(members.read_note(deadline))
+            members.note({**anchors.describe_state(), "num_steps": self.num_steps})
+        described = members.read_note(deadline)
         members.connect()
         source, received = record.members.index(record.source), list[list[Tensor]]()
         is_source = members.island == record.source
@@ -307,12 +307,10 @@ class islands:
     def _check_resting(self) -> None:
         engine = self._engine
         if engine.is_unsharded or engine.schedule.forward_depth > 0 or in_backward():
-            raise StateError(
-                "step() of the islands after optimizer.step()",
-                "a call inside `onefold.unsharded`, forward or backward",
-                where=f"rank {engine.group.rank}",
-                hint="call it once a step, on every rank",
-            )
+            wanted = "step() of the islands after optimizer.step()"
+            got = "a call inside `onefold.unsharded`, forward or backward"
+            hint = "call it once a step, on every rank"
+            raise StateError(wanted, got, where=f"rank {engine.group.rank}", hint=hint)
 
     def _rest(self) -> None:
         """Let weights and masters rest and agree."""
@@ -323,20 +321,7 @@ class islands:
             share.unit.refresh_master()
 
 
-def _optimizers_of(optimizer: object) -> tuple[Optimizer, ...]:
-    chosen = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-    optimizers: list[Optimizer] = []
-    for choice in chosen:
-        if isinstance(choice, Optimizer):
-            optimizers.append(choice)
-        elif choice is not None:
-            got = f"a {type(choice).__name__}"
-            hint = "pass the optimizer that was given to onefold.shard"
-            raise ConfigError("optimizer to be a torch.optim.Optimizer", got, hint=hint)
-    return tuple(optimizers)
-
-
-def _shares_of(engine: Engine, periods: Periods, optimizers: tuple[Optimizer, ...]) -> list[Share]:
+def _shares_of(engine: Engine, periods: Periods, optimizers: list[Optimizer]) -> list[Share]:
     """The units that islands exchange."""
     if engine.context.routes.replicas is not None:
         hint = 'shard an island over one axis, or without Wire(secondary="optimizer")'
@@ -353,13 +338,6 @@ def _shares_of(engine: Engine, periods: Periods, optimizers: tuple[Optimizer, ..
     return shares
 
 
-def _check_timeout(timeout: object) -> None:
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout <= 0:
-        hint = f"timeout={TIMEOUT_S:g} is the default"
-        raise ConfigError("timeout to be a positive number of seconds", repr(timeout), hint=hint)
-
-
 def _described(outer: Optimizer) -> str:
-    """The outer optimizer's class and hyper-parameters."""
     groups = [{k: v for k, v in group.items() if k != "params"} for group in outer.param_groups]
     return f"{type(outer).__name__} {groups}"

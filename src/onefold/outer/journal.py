@@ -17,13 +17,15 @@ import time
 import uuid
 import zlib
 from base64 import b64decode, b64encode
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
 from onefold.errors import ConfigError, StateError, WireError, expected
+
+T = TypeVar("T")
 
 MAX_TRIES = 3
 """Attempts of one round among islands that all answer, before it is dropped."""
@@ -58,24 +60,12 @@ class JournalRecord:
     epoch: int
     step: int = 0
     source: int = 0
-    joined: Mapping[int, str] = field(default_factory=dict[int, str])
+    joined: tuple[tuple[int, str], ...] = ()
     adopters: tuple[int, ...] = ()
     is_committed: bool = False
     is_dropped: bool = False
     tries: int = 0
     problem: str = ""
-
-    def dumps(self) -> str:
-        """As text for the store."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def loads(text: bytes) -> JournalRecord:
-        """The record of a text."""
-        fields: dict[str, Any] = json.loads(text)
-        fields["joined"] = {int(island): name for island, name in fields["joined"].items()}
-        fields |= {name: tuple(fields[name]) for name in ("members", "adopters")}
-        return JournalRecord(**fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,26 +77,26 @@ class Hello:
 
     facts: dict[str, Any]
     layout: dict[str, Any]
-    step: int
+    step: int = 0
     incarnation: str = ""
 
-    def dumps(self) -> str:
-        """As text for the store, compressed: it has a line for each parameter."""
-        return b64encode(zlib.compress(json.dumps(asdict(self)).encode())).decode()
 
-    @staticmethod
-    def loads(text: bytes) -> Hello:
-        """The introduction of a text."""
-        try:
-            inflater = zlib.decompressobj()
-            fields = json.loads(inflater.decompress(b64decode(text), MOST_HELLO_NBYTES))
-            return Hello(**fields)
-        except (RecursionError, TypeError, ValueError, zlib.error) as error:
-            raise WireError(
-                f"the introduction of an island, of at most {MOST_HELLO_NBYTES} bytes",
-                f"{type(error).__name__}: {str(error)[:100]}",
-                hint="another program writes to this store; start it with a secret",
-            ) from error
+def _dumps(value: Vote | JournalRecord | Hello) -> str:
+    """A value as text for the store; compressed, as a `Hello` has a line for each parameter."""
+    return b64encode(zlib.compress(json.dumps(asdict(value)).encode())).decode()
+
+
+def _loads(kind: type[T], text: str | bytes) -> T:
+    """The value of a text, which another program may have written."""
+    try:
+        fields = json.loads(zlib.decompressobj().decompress(b64decode(text), MOST_HELLO_NBYTES))
+        return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+    except (AttributeError, RecursionError, TypeError, ValueError, zlib.error) as error:
+        raise WireError(
+            f"{kind.__name__} of at most {MOST_HELLO_NBYTES} bytes in the islands' store",
+            f"{type(error).__name__}: {str(error)[:100]}",
+            hint="another program writes to this store; start it with a secret",
+        ) from error
 
 
 class Journal:
@@ -114,41 +104,43 @@ class Journal:
 
     def __init__(self, store: Store, island: int, num_islands: int) -> None:
         self._store, self.island, self.num_islands = store, island, num_islands
-        self._hello: Hello | None = None
         self._tail = -1
 
     # joining
 
-    def arrive(self, hello: Hello) -> None:
-        """Introduce this island and ask to take part."""
-        text = replace(hello, incarnation=uuid.uuid4().hex).dumps()
-        self._hello = Hello.loads(text.encode())  # as others read it
-        self._store.set(f"hello/{self.island}", text)
-        self._store.set(f"wants/{self.island}", self._hello.incarnation)
+    def arrive(self, hello: Hello) -> Hello:
+        """Introduce this island and ask to take part; return the introduction as others read it."""
+        hello = replace(hello, incarnation=uuid.uuid4().hex)
+        self._store.set(f"hello/{self.island}", _dumps(hello))
+        self._store.set(f"wants/{self.island}", hello.incarnation)
         if self._store.check(["tail"]):
             self._tail = int(self._store.get("tail")) - 1
+        return hello
 
-    def look_for_place(self) -> JournalRecord | None:
-        """The record that has this island, once there is one; None so far."""
-        assert self._hello is not None, "an island arrives first"
+    def look_for_place(self, hello: Hello) -> JournalRecord | None:
+        """The record that has the island of `arrive`, once there is one; None so far."""
         while (record := self._read(self._tail + 1)) is not None:
             self._tail = record.index
-            if record.joined.get(self.island) == self._hello.incarnation:
-                self._check_facts(record.members)
+            if dict(record.joined).get(self.island) == hello.incarnation:
+                self._check_facts(hello, record.members)
                 self._store.set(f"wants/{self.island}", "")
                 return record
-        self._check_not_refused()
+        refusal = self.look_for(f"refused/{hello.incarnation}")
+        if refusal is not None:
+            raise ConfigError(refusal)
         everyone = range(self.num_islands)
         wants = {k: name for k in everyone if (name := self._wants(k))}
         if len(wants) < self.num_islands:
             return None
-        self._check_facts(tuple(everyone))
+        self._check_facts(hello, everyone)
         steps = {k: self.hello_of(k).step for k in everyone}
         source = max(everyone, key=lambda k: (steps[k], -k))
         first = JournalRecord(
             index=self._tail + 1, members=tuple(everyone), epoch=self._tail + 1,
-            step=steps[source], source=source, joined=wants,
-            adopters=tuple(k for k in everyone if k != source and steps[k] in (0, *_older(steps))),
+            step=steps[source], source=source, joined=tuple(wants.items()),
+            adopters=tuple(
+                k for k in everyone if k != source and (steps[k] == 0 or steps[k] < steps[source])
+            ),
         )  # fmt: skip
         self._write(first)
         return None  # the next look finds it, or the record of another island
@@ -163,24 +155,16 @@ class Journal:
 
     def hello_of(self, island: int) -> Hello:
         """How an island has introduced itself."""
-        return Hello.loads(self._store.get(f"hello/{island}"))
+        return _loads(Hello, self._store.get(f"hello/{island}"))
 
     def _wants(self, island: int) -> str:
-        key = f"wants/{island}"
-        return self._store.get(key).decode() if self._store.check([key]) else ""
+        return self.look_for(f"wants/{island}") or ""
 
-    def _check_facts(self, islands: tuple[int, ...]) -> None:
-        assert self._hello is not None, "an island arrives first"
+    def _check_facts(self, hello: Hello, islands: Iterable[int]) -> None:
         for island in islands:
-            difference = first_difference(self.hello_of(island), self._hello, island, self.island)
+            difference = first_difference(self.hello_of(island), hello, island, self.island)
             if difference:
                 raise ConfigError(difference)
-
-    def _check_not_refused(self) -> None:
-        assert self._hello is not None, "an island arrives first"
-        key = f"refused/{self._hello.incarnation}"
-        if self._store.check([key]):
-            raise ConfigError(self._store.get(key).decode())
 
     # attempts
 
@@ -199,25 +183,24 @@ class Journal:
 
     def has_failed(self, record: JournalRecord) -> bool:
         """True if another island has given up the attempt, or all have a verdict. On any rank."""
-        keys = [f"vote/{record.index}/{k}" for k in record.members if k != self.island]
-        votes = [self.look_for(key) for key in keys]
-        is_over = any(vote and not json.loads(vote)["is_complete"] for vote in votes)
+        votes = self._votes(record).items()
+        is_over = any(not vote.is_complete for island, vote in votes if island != self.island)
         return is_over or self._store.check([f"record/{record.index + 1}"])
+
+    def _votes(self, record: JournalRecord) -> dict[int, Vote]:
+        texts = {k: self.look_for(f"vote/{record.index}/{k}") for k in record.members}
+        return {k: _loads(Vote, text) for k, text in texts.items() if text}
 
     def vote(self, record: JournalRecord, vote: Vote) -> None:
         """Answer the attempt that follows a record."""
-        self._store.set(f"vote/{record.index}/{self.island}", json.dumps(asdict(vote)))
+        self._store.set(f"vote/{record.index}/{self.island}", _dumps(vote))
 
     def look_for_verdict(self, record: JournalRecord, deadline: float) -> JournalRecord | None:
         """The next record, once every member has voted, or asks to join, or time is up."""
         index = record.index + 1
         after = self._read(index)
         if after is None:
-            votes = {
-                k: Vote(**json.loads(self._store.get(f"vote/{record.index}/{k}")))
-                for k in record.members
-                if self._store.check([f"vote/{record.index}/{k}"])
-            }
+            votes = self._votes(record)
             gone = [k for k in record.members if k not in votes and self._wants(k)]
             if len(votes) + len(gone) < len(record.members) and time.monotonic() < deadline:
                 return None
@@ -247,7 +230,7 @@ class Journal:
             return verdict
         members = tuple(sorted((*verdict.members, *joined)))
         return replace(
-            verdict, members=members, joined=joined, adopters=tuple(joined),
+            verdict, members=members, joined=tuple(joined.items()), adopters=tuple(joined),
             epoch=verdict.index, source=verdict.members[0],
         )  # fmt: skip
 
@@ -263,14 +246,14 @@ class Journal:
 
     def _read(self, index: int) -> JournalRecord | None:
         text = self.look_for(f"record/{index}")
-        return JournalRecord.loads(text.encode()) if text else None
+        return _loads(JournalRecord, text) if text else None
 
     def _write(self, record: JournalRecord) -> JournalRecord:
         """Write a record, unless another island has written one of this number: then return it."""
-        text = self._store.compare_set(f"record/{record.index}", "", record.dumps())
+        text = self._store.compare_set(f"record/{record.index}", "", _dumps(record))
         self._store.set("tail", str(record.index))
         self._forget(record.index - KEPT_RECORDS)
-        return JournalRecord.loads(text)
+        return _loads(JournalRecord, text)
 
     def _forget(self, index: int) -> None:
         keys = [f"record/{index}", f"meta/{index}"]
@@ -280,15 +263,10 @@ class Journal:
             self._store.delete_key(key)
 
 
-def _older(steps: Mapping[int, int]) -> list[int]:
-    """The steps before the last one: their islands take over a newer state."""
-    return [step for step in steps.values() if step < max(steps.values())]
-
-
 def decide(record: JournalRecord, votes: Mapping[int, Vote]) -> JournalRecord:
     """The record that follows from the votes on an attempt: complete everywhere, or nowhere."""
     index = record.index + 1
-    after = replace(record, index=index, joined={}, adopters=(), is_dropped=False, tries=0)
+    after = replace(record, index=index, joined=(), adopters=(), is_dropped=False, tries=0)
     works = {(vote.step, vote.work) for vote in votes.values()}
     if len(works) > 1:
         described = ", ".join(f"{v.work} at step {v.step} on island {k}" for k, v in votes.items())
@@ -326,8 +304,6 @@ def first_difference(mine: Hello, other: Hello, island: int, another: int) -> st
 def raise_problem(record: JournalRecord) -> None:
     """Raise `StateError` for a record that says that islands do different things."""
     if record.problem:
-        raise StateError(
-            "every island to exchange the same values at the same step",
-            record.problem,
-            hint="call step() of the handle once after each optimizer step, on every rank",
-        )
+        wanted = "every island to exchange the same values at the same step"
+        hint = "call step() of the handle once after each optimizer step, on every rank"
+        raise StateError(wanted, record.problem, hint=hint)

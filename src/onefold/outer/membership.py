@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -15,10 +15,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from onefold.errors import ConfigError, WireError, expected
 from onefold.layout.cut import Cut, cut_of
 from onefold.outer.anchors import Share
-from onefold.outer.connections import IslandLinks, Station
 from onefold.outer.gate import SECRET, connect
 from onefold.outer.journal import Hello, Journal, JournalRecord, Vote, raise_problem
-from onefold.outer.parcels import ParcelMessage, ShareRows, parcels_of
+from onefold.outer.parcels import IslandLinks, IslandPlace, ParcelMessage, ShareRows, parcels_of
 from onefold.wire import together
 from onefold.wire.codec import Codec
 from onefold.wire.collectives import Group
@@ -36,12 +35,23 @@ class Membership:
 
     def __init__(
         self, group: Group, place: IslandPlace, shares: list[Share], codec: Codec | None,
-        timeout: float,
+        timeout: float, facts: dict[str, Any],
     ) -> None:  # fmt: skip
+        """`facts` must be the same on all islands, as the parameters that they exchange."""
         self.group, self.timeout = group, timeout
-        self.island, self.num_islands = place.island, place.num_islands
-        self._station, self._shares, self._codec = place.station, shares, codec
-        self._journal = Journal(place.station.store, place.island, place.num_islands)
+        self.island = place.island
+        self._place, self._shares, self._codec = place, shares, codec
+        context = shares[0].unit.context
+        by_rows = [context.routes.hops is not None or share.unit.is_tiled for share in shares]
+        layout = {"ranks": group.world_size, "shares": context.shares, "by_rows": by_rows}
+        model = [
+            f"{parameter.fqn} {list(parameter.slot.shape)} of {str(share.dtype)[6:]} in unit "
+            f"{share.unit.name}"
+            for share in shares
+            for parameter in share.parameters
+        ]
+        self._hello = Hello({**facts, "model": model}, layout)
+        self._journal = Journal(place.store, place.island, place.num_islands)
         self._left: list[IslandLinks] = []  # whose messages gloo has not given up yet
         self._messages: dict[tuple[int, bool], list[ParcelMessage]] = {}
         self.record: JournalRecord
@@ -54,7 +64,7 @@ class Membership:
         """This island's position among those that take part."""
         return self.record.members.index(self.island)
 
-    def meet(self, hello: Hello) -> JournalRecord:
+    def meet(self, step: int) -> None:
         """Ask to take part, and wait for a record that has this island. A collective."""
         journal, start = self._journal, time.monotonic()
 
@@ -65,9 +75,8 @@ class Membership:
             if waited > self.timeout:
                 raise WireError(_not_met(journal, waited))
 
-        first(self.group, lambda: journal.arrive(hello))
-        self._enter(wait_for(self.group, journal.look_for_place, limit))
-        return self.record
+        hello = first(self.group, lambda: journal.arrive(replace(self._hello, step=step)))
+        self._enter(wait_for(self.group, lambda: journal.look_for_place(hello), limit))
 
     def verdict(self, deadline: float, failure: str, step: int, work: str) -> JournalRecord:
         """Vote on an attempt, and wait for what all islands hold of it. A collective.
@@ -95,8 +104,8 @@ class Membership:
         members, journal = record.members, self._journal
         self._layouts = first(self.group, lambda: [journal.hello_of(k).layout for k in members])
         self.weights = [layout["ranks"] for layout in self._layouts]
-        place = (self.position, len(members))
-        self.links = IslandLinks(self._station, f"epoch/{record.epoch}", place, self.timeout)
+        seat, name = (self.position, len(members)), f"epoch/{record.epoch}"
+        self.links = IslandLinks(self._place, name, seat, self.timeout)
         self._messages.clear()
 
     def connect(self) -> None:
@@ -133,17 +142,17 @@ class Membership:
 
     def _cut(self, rows: ShareRows, index: int, layout: dict[str, Any]) -> Cut:
         """How an island cuts a parameter of one unit."""
-        shares = None if layout["shares"] is None else tuple(layout["shares"])
-        by_rows = layout["by_rows"][index]
+        shares, by_rows = layout["shares"], layout["by_rows"][index]
+        shares = None if shares is None else tuple(shares)
         return cut_of(rows.cut.shape, layout["ranks"], shares, by_rows=by_rows)
 
-    def note(self, text: str) -> None:
-        """Leave a text about this attempt for the other islands. A collective."""
-        key = f"meta/{self.record.index}"
+    def note(self, described: dict[str, Any]) -> None:
+        """Leave values about this attempt for the other islands. A collective."""
+        key, text = f"meta/{self.record.index}", json.dumps(described)
         first(self.group, lambda: self._journal.note(key, text))
 
-    def read_note(self, deadline: float) -> str:
-        """The text that an island left about this attempt. A collective."""
+    def read_note(self, deadline: float) -> dict[str, Any]:
+        """The values that an island left about this attempt. A collective."""
 
         def limit() -> None:
             if time.monotonic() > deadline:
@@ -152,7 +161,7 @@ class Membership:
                 raise WireError("the state of a running island", got, hint=hint)
 
         key = f"meta/{self.record.index}"
-        return wait_for(self.group, lambda: self._journal.look_for(key), limit)
+        return json.loads(wait_for(self.group, lambda: self._journal.look_for(key), limit))
 
 
 def _not_met(journal: Journal, waited: float) -> str:
@@ -163,27 +172,6 @@ def _not_met(journal: Journal, waited: float) -> str:
     missing = ", ".join(map(str, journal.missing()))
     hint = "start every island; onefold.islands(timeout=) says how many seconds they wait"
     return expected(f"all islands within {waited:.0f} s", f"none of island {missing}", hint=hint)
-
-
-def layout_of(group: Group, shares: list[Share]) -> dict[str, Any]:
-    """How this island cuts its units, for the others."""
-    context = shares[0].unit.context
-    by_rows = [context.routes.hops is not None or share.unit.is_tiled for share in shares]
-    return {"ranks": group.world_size, "shares": context.shares, "by_rows": by_rows}
-
-
-def model_of(shares: list[Share]) -> list[str]:
-    """A line for each parameter that islands exchange."""
-    return [
-        f"{parameter.fqn} {list(parameter.slot.shape)} of {_short(share.dtype)} in unit "
-        f"{share.unit.name}"
-        for share in shares
-        for parameter in share.parameters
-    ]
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 T = TypeVar("T")
@@ -244,15 +232,6 @@ class Meeting:
         return PrefixStore(f"onefold/islands/{self.name}", store), own_address_towards(host) or ""
 
 
-@dataclass(frozen=True, slots=True)
-class IslandPlace:
-    """This rank's island among all: its number, how many there are, and how to reach them."""
-
-    station: Station
-    island: int
-    num_islands: int
-
-
 def first(group: Group, act: Callable[[], T]) -> T:
     """Call `act`, which asks the store, on rank 0; return its value on every rank. A collective."""
 
@@ -306,7 +285,11 @@ def find_place(
                 "meeting to be an onefold.islands.Meeting", f"a {type(meeting).__name__}", hint=hint
             )
         store, address = together.together(group, lambda: meeting.connect(timeout))
-        return IslandPlace(Station(store, group.rank, address), meeting.island, meeting.islands)
+        return IslandPlace(store, meeting.island, meeting.islands, address)
+    return _place_in_world(group, mesh, timeout)
+
+
+def _place_in_world(group: Group, mesh: DeviceMesh | None, timeout: float) -> IslandPlace:
     if not dist.is_initialized():
         raise _one_island(1)
     store = dist.distributed_c10d._get_default_store()
@@ -317,42 +300,29 @@ def find_place(
         name = "-".join(map(str, everyone))
     number = first(group, lambda: store.add(f"onefold/islands/{name}/of/{own[0]}", 1))
     prefix = PrefixStore(f"onefold/islands/{name}/{number}", store)
-    firsts = wait_for(
-        group, _islands_of(prefix, own, everyone), _until(timeout, prefix, len(everyone))
-    )
-    if len(firsts) < 2:
-        raise _one_island(len(own))
-    return IslandPlace(Station(prefix, group.rank), firsts.index(own[0]), len(firsts))
+    deadline = time.monotonic() + timeout
 
-
-def _islands_of(
-    store: Store, own: list[int], everyone: list[int]
-) -> Callable[[], list[int] | None]:
-    """Look for the first rank of each island, once every rank is in one."""
-    is_counted: list[bool] = []
+    def come() -> None:
+        prefix.set(f"first/{own[0]}", str(len(own)))
+        prefix.add("ranks", len(own))
 
     def look() -> list[int] | None:
-        if not is_counted:
-            is_counted.append(True)
-            store.set(f"first/{own[0]}", str(len(own)))
-            store.add("ranks", len(own))
-        if store.add("ranks", 0) < len(everyone):
+        """The first rank of each island, once every rank is in one."""
+        if prefix.add("ranks", 0) < len(everyone):
             return None
-        return [rank for rank in everyone if store.check([f"first/{rank}"])]
-
-    return look
-
-
-def _until(timeout: float, store: Store, wanted: int) -> Callable[[], None]:
-    deadline = time.monotonic() + timeout
+        return [rank for rank in everyone if prefix.check([f"first/{rank}"])]
 
     def limit() -> None:
         if time.monotonic() > deadline:
-            got = f"{store.add('ranks', 0)} of {wanted} ranks in onefold.islands"
+            got = f"{prefix.add('ranks', 0)} of {len(everyone)} ranks in onefold.islands"
             hint = "every rank of the world, or of mesh=, calls onefold.islands"
             raise WireError(f"all ranks within {timeout:g} s", got, hint=hint)
 
-    return limit
+    first(group, come)
+    firsts = wait_for(group, look, limit)
+    if len(firsts) < 2:
+        raise _one_island(len(own))
+    return IslandPlace(prefix, firsts.index(own[0]), len(firsts))
 
 
 def _ranks_of(mesh: DeviceMesh, own: list[int]) -> list[int]:

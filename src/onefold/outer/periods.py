@@ -68,11 +68,6 @@ class Periods:
                 "Periods.keep to be at least 0 and below 1", repr(self.keep), hint=hint
             )
 
-    @staticmethod
-    def of_choice(every: int | Periods) -> Periods:
-        """The periods of `onefold.islands(every=)`."""
-        return every if isinstance(every, Periods) else Periods(every)
-
     def of(self, kind: str) -> int | None:
         """Steps between exchanges of one kind of value."""
         return {WEIGHTS: self.weights, EXP_AVG: self.exp_avg, EXP_AVG_SQ: self.exp_avg_sq}[kind]

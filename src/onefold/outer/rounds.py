@@ -11,9 +11,8 @@ from torch import Tensor
 from onefold.errors import WireError
 from onefold.layout.ledger import Ledger
 from onefold.outer.anchors import Anchors
-from onefold.outer.connections import Arriving
 from onefold.outer.membership import Membership
-from onefold.outer.parcels import ParcelMessage
+from onefold.outer.parcels import Arriving, ParcelMessage
 from onefold.outer.periods import WEIGHTS
 
 Item = tuple[str, int]

@@ -310,7 +310,9 @@ def sampler_of(split: MixedSplit) -> str:
     """The line of a script that deals the rows of a split; empty where all ranks take the same."""
     if len(set(split.rows)) == 1:
         return ""
-    return f"onefold.RowSampler(dataset, rows={sum(split.rows)}, shares={runs_of(split.rows)})"
+    return (
+        f"onefold.mixed.RowSampler(dataset, rows={sum(split.rows)}, shares={runs_of(split.rows)})"
+    )
 
 
 def row_lines(split: MixedSplit) -> list[str]:

@@ -48,7 +48,7 @@ class Report:
         last_step: the same for the last step.
         is_inference: the module evaluates alone (`onefold.stream`).
         row_shares: the part of the rows of a global batch that each rank should take, in rank
-            order; they add up to 1. Equal until speeds are measured (`onefold.RowSampler.follow`).
+            order; they add up to 1. Equal until `onefold.mixed.RowSampler.follow` measures speeds.
         shares: the weight of each rank's share of the state; None where all hold the same.
     """
 

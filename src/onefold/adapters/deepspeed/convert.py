@@ -52,7 +52,9 @@ def from_deepspeed(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[s
     _refuse(settings)
     stage = _stage(settings)
     wire = _wire(settings, stage)
-    fitted = _without_nodes(wire) if _is_one_host() else wire
+    ranks = os.environ.get("WORLD_SIZE", "")
+    is_one_host = ranks.isdecimal() and ranks == os.environ.get("LOCAL_WORLD_SIZE")
+    fitted = _without_nodes(wire) if is_one_host else wire
     arguments = {
         "stage": stage,
         "precision": _precision(settings),
@@ -86,13 +88,10 @@ class Settings:
         is_flag = isinstance(value, bool)
         if not isinstance(value, kind) or (is_flag and kind is not bool):
             kinds = kind if isinstance(kind, tuple) else (kind,)
-            _refuse_value(
-                name, " or ".join(expected_kind.__name__ for expected_kind in kinds), value
-            )
+            _refuse_value(name, " or ".join(wanted.__name__ for wanted in kinds), value)
         return value
 
     def flag(self, name: str) -> bool:
-        """Return True if a key is true."""
         return bool(self.get(name, bool, False))
 
     def word(self, name: str, known: Mapping[str, Any]) -> Any:
@@ -140,12 +139,9 @@ def _read(config: object) -> dict[str, Any]:
         try:
             text = Path(text).read_text(encoding="utf-8")
         except OSError as error:
-            raise ConfigError(
-                "a DeepSpeed configuration",
-                f"{error.strerror}",
-                where=where,
-                hint="pass the path of ds_config.json, or a dict",
-            ) from error
+            wanted = "a DeepSpeed configuration"
+            hint = "pass the path of ds_config.json, or a dict"
+            raise ConfigError(wanted, f"{error.strerror}", where=where, hint=hint) from error
     try:
         config_dict = json.loads(text, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
@@ -176,11 +172,8 @@ def _flat(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         elif not any(known.startswith(f"{name}.") for known in KEYS):
             last = {known.removeprefix(prefix).split(".")[0] for known in KEYS
                     if known.startswith(prefix)}  # fmt: skip
-            raise ConfigError(
-                "a key of DeepSpeed 0.19",
-                repr(name),
-                hint=nearest_word(key, last) or "see docs/coming-from/deepspeed.md",
-            )
+            hint = nearest_word(key, last) or "see docs/coming-from/deepspeed.md"
+            raise ConfigError("a key of DeepSpeed 0.19", repr(name), hint=hint)
         elif value is None or value == "auto":
             continue
         elif isinstance(value, Mapping):
@@ -190,9 +183,8 @@ def _flat(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _refuse_value(name: str, wanted: str, got: object) -> NoReturn:
-    raise ConfigError(
-        f"{name!r} to be {wanted}", repr(got), hint="as DeepSpeed's documentation has it"
-    )
+    hint = "as DeepSpeed's documentation has it"
+    raise ConfigError(f"{name!r} to be {wanted}", repr(got), hint=hint)
 
 
 def _conflict(name: str, wanted: str, got: object, hint: str) -> NoReturn:
@@ -304,9 +296,3 @@ def _without_nodes(wire: Any) -> Any:
         return wire
     wire = replace(wire, secondary=None)
     return None if wire.is_plain else wire
-
-
-def _is_one_host() -> bool:
-    """True if a launcher says so."""
-    ranks = os.environ.get("WORLD_SIZE", "")
-    return ranks.isdecimal() and ranks == os.environ.get("LOCAL_WORLD_SIZE")

@@ -25,7 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from onefold.adapters.hf.conflicts import COMPUTE, refuse_device_map, refuse_other_engines
-from onefold.adapters.hf.whole_weights import WholeWeights
+from onefold.adapters.hf.saving import WholeWeights
 from onefold.adapters.hf.wrap import cast_outputs, is_prepared, mark_prepared, run_under_autocast
 from onefold.adapters.versions import warn_if_untested
 from onefold.api import shard
@@ -118,19 +118,15 @@ def _check(accelerator: Any, model: Any, optimizer: Any) -> None:
     optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     is_late = isinstance(model, nn.Module) and is_prepared(model)
     if is_late or any(isinstance(o, AcceleratedOptimizer) for o in optimizers):
-        raise ConfigError(
-            "a model and an optimizer that are not prepared yet",
-            f"a {type(model).__name__} or its optimizer after accelerator.prepare",
-            hint="call onefold.hf.adopt before accelerator.prepare",
-        )
+        got = f"a {type(model).__name__} or its optimizer after accelerator.prepare"
+        hint = "call onefold.hf.adopt before accelerator.prepare"
+        raise ConfigError("a model and an optimizer that are not prepared yet", got, hint=hint)
     plugin = accelerator.state.dynamo_plugin
     backend = plugin.backend.value if plugin is not None else "NO"
     if backend != "NO":
-        raise ConfigError(
-            "an Accelerator that leaves torch.compile out",
-            f"dynamo_backend={backend} ({_source('ACCELERATE_DYNAMO_BACKEND', backend)})",
-            hint="leave dynamo_backend out, and compile blocks yourself: block.compile()",
-        )
+        got = f"dynamo_backend={backend} ({_source('ACCELERATE_DYNAMO_BACKEND', backend)})"
+        hint = "leave dynamo_backend out, and compile blocks yourself: block.compile()"
+        raise ConfigError("an Accelerator that leaves torch.compile out", got, hint=hint)
 
 
 def _check_precision(accelerator: Any, precision: Any) -> None:
@@ -138,24 +134,17 @@ def _check_precision(accelerator: Any, precision: Any) -> None:
     mixed = accelerator.mixed_precision
     source = _source("ACCELERATE_MIXED_PRECISION", mixed)
     if mixed not in COMPUTE:
-        raise ConfigError(
-            "mixed_precision 'no', 'bf16' or 'fp16'",
-            f"{mixed!r} ({source})",
-            hint="use one of these; onefold.Wire has narrower messages",
-        )
+        wanted = "mixed_precision 'no', 'bf16' or 'fp16'"
+        hint = "use one of these; onefold.Wire has narrower messages"
+        raise ConfigError(wanted, f"{mixed!r} ({source})", hint=hint)
     if mixed == "fp16" and accelerator.device.type == "cpu":
-        raise ConfigError(
-            "mixed_precision 'no' or 'bf16' on a CPU",
-            f"'fp16', which Accelerate ignores there ({source})",
-            hint="mixed_precision='bf16'; or 'no' with precision='fp16' and onefold.GradScaler",
-        )
-    wanted, compute = COMPUTE[mixed], precision_of(precision).compute
-    if wanted is not None and compute not in (None, wanted):
-        raise ConfigError(
-            f"precision to mean the same as mixed_precision={mixed!r} ({source})",
-            f"precision={precision!r}",
-            hint="leave one of the two out",
-        )
+        wanted = "mixed_precision 'no' or 'bf16' on a CPU"
+        hint = "mixed_precision='bf16'; or 'no' with precision='fp16' and onefold.GradScaler"
+        raise ConfigError(wanted, f"'fp16', which Accelerate ignores there ({source})", hint=hint)
+    dtype, compute = COMPUTE[mixed], precision_of(precision).compute
+    if dtype is not None and compute not in (None, dtype):
+        wanted = f"precision to mean the same as mixed_precision={mixed!r} ({source})"
+        raise ConfigError(wanted, f"precision={precision!r}", hint="leave one of the two out")
 
 
 def _source(variable: str, value: str) -> str:
@@ -169,19 +158,15 @@ def _check_ranks(accelerator: Any, model: nn.Module) -> None:
     """Raise `ConfigError` unless Accelerate knows of all ranks, and of the same device."""
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     if num_ranks != accelerator.num_processes:
-        raise ConfigError(
-            f"an Accelerator with num_processes={num_ranks}, the number of ranks",
-            f"one with num_processes={accelerator.num_processes}, which would deal the same "
-            "rows to all of them",
-            hint="set LOCAL_RANK, and on CPUs write Accelerator(cpu=True)",
-        )
+        wanted = f"an Accelerator with num_processes={num_ranks}, the number of ranks"
+        got = f"num_processes={accelerator.num_processes}, which would deal all ranks the same rows"
+        hint = "set LOCAL_RANK, and on CPUs write Accelerator(cpu=True)"
+        raise ConfigError(wanted, got, hint=hint)
     device = engine_of(model).context.store.device
     if device.type != accelerator.device.type:
-        raise ConfigError(
-            f"the model on {accelerator.device}, the accelerator's device",
-            f"one on {device}",
-            hint="move the model to accelerator.device before onefold.hf.adopt",
-        )
+        wanted = f"the model on {accelerator.device}, the accelerator's device"
+        hint = "move the model to accelerator.device before onefold.hf.adopt"
+        raise ConfigError(wanted, f"one on {device}", hint=hint)
 
 
 def _honour_precision(accelerator: Any, model: nn.Module, precision: Any) -> None:

@@ -59,12 +59,9 @@ def refuse_device_map(model: Any) -> None:
     places = getattr(model, "hf_device_map", None) or {}
     devices = sorted({str(device) for device in places.values()})
     if len(devices) > 1 or devices in (["cpu"], ["disk"]):
-        raise ConfigError(
-            "a model that lies on one device, or on `meta`",
-            f"a {type(model).__name__} that device_map spread over {', '.join(devices)}",
-            hint="call from_pretrained without device_map: onefold.shard places every "
-            "parameter, and keeps weights off the device with offload=",
-        )
+        got = f"a {type(model).__name__} that device_map spread over {', '.join(devices)}"
+        hint = "leave device_map out of from_pretrained: onefold.shard(offload=) places weights"
+        raise ConfigError("a model that lies on one device, or on `meta`", got, hint=hint)
 
 
 def _active(state: Any, arguments: Any) -> Iterator[tuple[str, str]]:

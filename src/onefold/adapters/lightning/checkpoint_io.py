@@ -46,10 +46,16 @@ def write(
     """
     group = engine_of(module).group
     draft = _beside(path, "new")
-    extra: dict[str, Any] = {_TIED: _tied_names(module)}
+    known = engine_of(module).by_sharded
+    named = module.named_parameters(remove_duplicate=False)
+    fqns = {name: known[id(p)].fqn for name, p in named if id(p) in known}
+    tied = {name: fqn for name, fqn in fqns.items() if name != fqn}  # and where each is saved
+    extra: dict[str, Any] = {_TIED: tied}
 
     def prepare() -> None:
-        extra[_KEY] = _packed(rest)
+        file = io.BytesIO()
+        torch.save(rest, file)
+        extra[_KEY] = file.getvalue()
         _remove(draft)
 
     first(group, prepare)
@@ -111,14 +117,6 @@ def as_file(path: str | os.PathLike[str], *, weights_only: bool | None = None) -
     return file
 
 
-def _tied_names(module: nn.Module) -> dict[str, str]:
-    """Return other names of parameters, with the name under which each is saved."""
-    known = engine_of(module).by_sharded
-    named = module.named_parameters(remove_duplicate=False)
-    fqns = {name: known[id(p)].fqn for name, p in named if id(p) in known}
-    return {name: fqn for name, fqn in fqns.items() if name != fqn}
-
-
 def _of_another(path: Path) -> CheckpointError:
     return CheckpointError(
         f"a checkpoint of Lightning at {str(path)!r}",
@@ -129,12 +127,6 @@ def _of_another(path: Path) -> CheckpointError:
 
 def _beside(path: Path, role: str) -> Path:
     return path.with_name(f".{path.name}.{role}")
-
-
-def _packed(rest: dict[str, Any]) -> bytes:
-    file = io.BytesIO()
-    torch.save(rest, file)
-    return file.getvalue()
 
 
 def _replace(path: Path, draft: Path) -> None:

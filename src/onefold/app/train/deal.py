@@ -9,8 +9,8 @@ from torch import nn
 from onefold.app.train.corpus import own_rows
 from onefold.app.train.job import Job
 from onefold.errors import ConfigError
-from onefold.mixed.dealing import check_shares, even, split_rows
-from onefold.mixed.speeds import RowSpeeds, measure
+from onefold.mixed.sampler import check_shares, split_rows
+from onefold.mixed.speeds import RowSpeeds, even, measure
 
 AUTO = "auto"
 

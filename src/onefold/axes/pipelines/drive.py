@@ -1,11 +1,16 @@
-"""`onefold.pipeline`: let a schedule of torch.distributed.pipelining drive sharded stages."""
+"""`onefold.pipeline`: let a schedule of torch.distributed.pipelining drive sharded stages.
+
+Each rank examines its own stages. Ranks then exchange what they found over the pipeline axis and
+over the data axis, so every rank raises the same error, before a stage is driven.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 from zlib import crc32
 
+import torch
 import torch.distributed as dist
 from torch.distributed.pipelining.schedules import (
     BACKWARD_INPUT,
@@ -16,9 +21,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
-from onefold.axes.pipelines.driver import StageDriver, StepsOfRank, drive
-from onefold.axes.pipelines.stage_checks import check_undeclared, engines_of
-from onefold.axes.pipelines.ties import Tied, ties_of
+from onefold.axes.pipelines.driver import StageDriver, StepsOfRank, Tied, drive, is_driven, ties_of
 from onefold.engine.engine import Engine
 from onefold.engine.pipelined import Pipeline
 from onefold.engine.registry import find_engine
@@ -120,11 +123,9 @@ def _stages_of(schedule: object) -> list[Any]:
         return [schedule._stage]
     if isinstance(schedule, PipelineScheduleMulti):
         return list(schedule._stages)
-    raise ConfigError(
-        "a schedule of torch.distributed.pipelining",
-        f"a {type(schedule).__name__}",
-        hint="onefold.pipeline(Schedule1F1B(stage, n_microbatches=8, loss_fn=loss))",
-    )
+    wanted = "a schedule of torch.distributed.pipelining"
+    hint = "onefold.pipeline(Schedule1F1B(stage, n_microbatches=8, loss_fn=loss))"
+    raise ConfigError(wanted, f"a {type(schedule).__name__}", hint=hint)
 
 
 def _splits(schedule: PipelineScheduleSingle | PipelineScheduleMulti) -> bool:
@@ -182,8 +183,121 @@ def check_window(window: object) -> None:
     if isinstance(window, str):
         parse_nbytes("window", window)
     elif not (window is None or is_number):
-        raise ConfigError(
-            "window to be a number of units from 0 on, bytes as text, or None",
-            repr(window),
-            hint='onefold.pipeline(schedule, window="8GiB"), or no window: what fits',
+        wanted = "window to be a number of units from 0 on, bytes as text, or None"
+        hint = 'onefold.pipeline(schedule, window="8GiB"), or no window: what fits'
+        raise ConfigError(wanted, repr(window), hint=hint)
+
+
+def engines_of(stages: Sequence[Any], *, splits: bool) -> dict[int, Engine]:
+    """Return the engine of each stage's module, by stage. Raises `ConfigError`."""
+    engines = dict[int, Engine]()
+    for stage in stages:
+        where = f"stage {stage.stage_index}, rank {stage.group_rank} of the pipeline"
+        engine = find_engine(stage.submod)
+        if engine is None:
+            got = f"a {type(stage.submod).__name__} that it has not sharded"
+            hint = 'onefold.shard(stage_module, optimizer, mesh=mesh["dp"]), then onefold.pipeline'
+            raise ConfigError(
+                "a stage module that onefold.shard has sharded", got, where=where, hint=hint
+            )
+        if is_driven(stage):
+            hint = "call onefold.pipeline once for each schedule; build a new stage for another one"
+            raise ConfigError(
+                "a stage that no schedule drives yet", "one in use", where=where, hint=hint
+            )
+        tiled = [unit.name for unit in engine.units if unit.is_tiled]
+        if splits and tiled:
+            hint = "take a schedule with whole backwards, or leave Offload(tile=) out"
+            wanted = "whole weights, for a schedule that runs backwards of weights apart"
+            got = f"unit {tiled[0]!r}, which is gathered in row blocks"
+            raise ConfigError(wanted, got, where=where, hint=hint)
+        _check_axes(stage, engine, where)
+        engines[stage.stage_index] = engine
+    _check_shared(engines)
+    return engines
+
+
+def _check_axes(stage: Any, engine: Engine, where: str) -> None:
+    """Raise `ConfigError` unless the pipeline axis and the data axis meet in this rank alone."""
+    handle = engine.group.handle
+    if handle is None:
+        return
+    rows = dist.get_process_group_ranks(stage.group or dist.group.WORLD)
+    columns = dist.get_process_group_ranks(handle)
+    common = sorted(set(rows) & set(columns))
+    hint = 'init_device_mesh(device, (pp, dp), mesh_dim_names=("pp", "dp")): ' + (
+        'group=mesh["pp"].get_group() for PipelineStage, mesh=mesh["dp"] for onefold.shard'
+    )
+    if common != [dist.get_rank()]:
+        got = f"ranks {common} in both: pipeline {rows}, data {columns}"
+        raise ConfigError("axes that share this rank alone", got, where=where, hint=hint)
+    if dist.get_world_size() % (len(rows) * len(columns)):
+        got = (
+            f"a pipeline of {len(rows)} times {len(columns)} data ranks of {dist.get_world_size()}"
         )
+        raise ConfigError("axes whose lengths multiply to the world", got, where=where, hint=hint)
+
+
+def _check_shared(engines: Mapping[int, Engine]) -> None:
+    """Raise `ConfigError` if two stages of this rank hold the same parameter object."""
+    seen = dict[int, tuple[int, str]]()
+    for stage, engine in engines.items():
+        for key, parameter in engine.by_sharded.items():
+            if key in seen:
+                raise shared(parameter.fqn, seen[key][0], stage)
+            seen[key] = stage, parameter.fqn
+
+
+def shared(fqn: str, first: int, second: int) -> ConfigError:
+    """The error for a parameter that two stages share without saying so."""
+    return ConfigError(
+        f"parameter {fqn!r} on one stage alone",
+        f"a copy on stage {first} and one on stage {second}, whose gradients nobody adds",
+        hint=f"onefold.pipeline(schedule, tied=[{fqn!r}]) adds them; tied=[] if they are "
+        "different parameters",
+    )
+
+
+def check_undeclared(engines: Mapping[int, Engine], group: Group) -> None:
+    """Raise `ConfigError` if a few parameters of two stages have the same name and values.
+
+    A collective of the pipeline group and of each data group. Stages that are copies of one another
+    (built from the same seed) share more than half of their values by name: not a tie.
+    """
+    mine = {stage: _fingerprints(engine) for stage, engine in engines.items()}
+    stages = dict(sorted(pair for of_rank in group.gather(mine) for pair in of_rank.items()))
+    for first, ours in stages.items():
+        for second, theirs in stages.items():
+            same = [fqn for fqn, print_ in ours.items() if _alike(print_, theirs.get(fqn))]
+            if second > first and same and 2 * len(same) <= max(len(ours), len(theirs)):
+                raise shared(same[0], first, second)
+
+
+def _fingerprints(engine: Engine) -> dict[str, tuple[Any, ...]]:
+    """Shape, sum and sum of squares of each parameter, but for those whose values are all equal."""
+    prints = dict[str, tuple[Any, ...]]()
+    sums = list[tuple[float, float, float, float]]()
+    parameters = [
+        parameter
+        for unit in engine.units if unit.weight.far is None
+        for parameter in unit.parameters
+    ]  # fmt: skip
+    with torch.no_grad():
+        for parameter in parameters:
+            rows = parameter.local.detach().double()
+            low, high = (rows.min(), rows.max()) if rows.numel() else (torch.inf, -torch.inf)
+            sums.append((float(rows.sum()), float(rows.square().sum()), float(low), float(high)))
+    by_rank = engine.group.gather(sums) if engine.context.rest_world > 1 else [sums]
+    for index, parameter in enumerate(parameters):
+        sums_, squares, lows, highs = zip(*(rank_sums[index] for rank_sums in by_rank), strict=True)
+        if min(lows) < max(highs):
+            prints[parameter.fqn] = parameter.slot.shape, sum(sums_), sum(squares)
+    return prints
+
+
+def _alike(own: tuple[Any, ...], other: tuple[Any, ...] | None) -> bool:
+    if other is None or own[0] != other[0]:
+        return False
+    return all(
+        abs(a - b) <= 1e-9 * max(abs(a), abs(b)) for a, b in zip(own[1:], other[1:], strict=True)
+    )

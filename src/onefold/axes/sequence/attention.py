@@ -2,13 +2,15 @@
 
 Each rank calls it with all heads of its own positions. Queries, keys and values travel in one
 all-to-all, attention runs on whole sequences of some heads, and the outputs travel back in another.
+
+Source: DeepSpeed-Ulysses, arXiv 2309.14509, section 3.
 """
 
 from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -17,15 +19,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from onefold.axes.sequence.head_exchange import (
-    Gather,
-    HeadCut,
-    HeadExchange,
-    ToHeads,
-    ToSequence,
-)
+from onefold.axes.exchange import gathered, moved, swap
 from onefold.errors import ConfigError, StateError
 from onefold.wire.collectives import Group
+
+LABEL = "an all-to-all of attention over a split sequence"
 
 
 class SplitAttention(threading.local):
@@ -59,12 +57,14 @@ class SplitAttention(threading.local):
         call = _Call(self.group, tuple(query.shape), tuple(key.shape), tuple(value.shape))
         call.check(attn_mask, is_causal, self._padding)
         mask = None if attn_mask is None else call.whole_mask(attn_mask)
-        q, k, v = ToHeads.apply(call.inward, query, key, value)
+        to_heads = partial(call.heads.to_heads, self.group)
+        to_sequence = partial(call.heads.to_sequence, self.group)
+        q, k, v = moved(to_heads, to_sequence, query, key, value)
         k, v, enable_gqa = call.grouped(k, v, mask is not None)
         mixed = F.scaled_dot_product_attention(
             q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-        (out,) = ToSequence.apply(call.outward, mixed)
+        (out,) = moved(to_sequence, to_heads, mixed)
         return out.view(*shape[:-1], value.shape[-1])
 
 
@@ -80,11 +80,9 @@ class AttentionMode(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return self.attention(*args, **(kwargs or {}))
         if func is F.multi_head_attention_forward:
-            raise ConfigError(
-                "attention by F.scaled_dot_product_attention in a split sequence",
-                "torch.nn.MultiheadAttention, which hides it",
-                hint="call F.scaled_dot_product_attention in a module of your own",
-            )
+            wanted = "attention by F.scaled_dot_product_attention in a split sequence"
+            hint = "call F.scaled_dot_product_attention in a module of your own"
+            raise ConfigError(wanted, "torch.nn.MultiheadAttention, which hides it", hint=hint)
         return func(*args, **(kwargs or {}))
 
 
@@ -101,22 +99,6 @@ class _Call:
     def heads(self) -> HeadCut:
         return HeadCut.of(self.query[1], self.key[1], self.group.world_size)
 
-    @cached_property
-    def inward(self) -> HeadExchange:
-        """What queries, keys and values take."""
-        cut = self.heads
-        ranges = tuple(
-            (cut.queries(r), cut.keys(r), cut.keys(r)) for r in range(self.group.world_size)
-        )
-        return HeadExchange(self.group, ranges, (cut.num_heads, cut.num_kv_heads, cut.num_kv_heads))
-
-    @cached_property
-    def outward(self) -> HeadExchange:
-        """What outputs take."""
-        cut = self.heads
-        ranges = tuple((cut.queries(r),) for r in range(self.group.world_size))
-        return HeadExchange(self.group, ranges, (cut.num_heads,))
-
     def check(self, mask: Tensor | None, is_causal: bool, padding: int) -> None:
         """Raise the same error on every rank, before anything is sent."""
         alike = self.query[0] == self.key[0] and self.key[:3] == self.value[:3]
@@ -128,12 +110,10 @@ class _Call:
             wanted = "attn_mask or is_causal=True"
             raise ConfigError(wanted, "both", hint="put the causal part into the mask")
         if mask is None and not is_causal and padding:
-            raise StateError(
-                "a mask, is_causal=True, or a length that the ranks divide",
-                f"attention over all positions, {padding} of which are padding",
-                where=f"rank {self.group.rank}",
-                hint="pad the rows yourself and mask the padding, or choose another length",
-            )
+            wanted = "a mask, is_causal=True, or a length that the ranks divide"
+            got = f"attention over all positions, {padding} of which are padding"
+            hint = "pad the rows yourself and mask the padding, or choose another length"
+            raise StateError(wanted, got, where=f"rank {self.group.rank}", hint=hint)
 
     def grouped(self, key: Tensor, value: Tensor, is_masked: bool) -> tuple[Tensor, Tensor, bool]:
         """Return keys and values for this rank's query heads, and whether kernels repeat them.
@@ -161,11 +141,11 @@ class _Call:
         mask = mask[(None,) * (4 - mask.ndim)] if mask.ndim < 4 else mask
         rows, columns = mask.shape[2], mask.shape[3]
         if columns == local_k and rows == 1:
-            mask = Gather.apply(group, 3, mask)
+            mask = gathered(group, 3, mask, LABEL)
         elif _is_whole(columns, all_k, group.world_size) or columns == 1:
             mask = _padded(mask, 3, all_k, False) if columns > 1 else mask
             if rows == local_q:
-                mask = Gather.apply(group, 2, mask)
+                mask = gathered(group, 2, mask, LABEL)
             elif rows > 1 and _is_whole(rows, all_q, group.world_size):
                 mask = _padded(mask, 2, all_q, True)
         if mask.ndim != 4 or mask.shape[2] not in (1, all_q) or mask.shape[3] not in (1, all_k):
@@ -215,3 +195,94 @@ def _autocast_dtype(tensor: Tensor) -> torch.dtype:
     if torch.is_autocast_enabled(kind) and tensor.dtype != torch.float64:
         return torch.get_autocast_dtype(kind)
     return tensor.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class HeadCut:
+    """Query heads cut into consecutive ranges, one a rank, whose lengths differ by one at most.
+
+    Several query heads may share a head of keys and values (GQA). A rank gets all that its query
+    heads read, so ranks that cut a group both get its head. With fewer heads than ranks some ranks
+    have none.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    parts: int
+
+    @classmethod
+    def of(cls, num_heads: int, num_kv_heads: int, parts: int) -> HeadCut:
+        """Raises `ConfigError` unless the query heads are a multiple of the others."""
+        if num_kv_heads < 1 or num_heads % num_kv_heads:
+            wanted = "query heads that are a multiple of the heads of keys and values"
+            raise ConfigError(
+                wanted,
+                f"{num_heads} and {num_kv_heads}",
+                where="attention of a split sequence",
+                hint="each head of keys and values is copied to the ranks whose query heads "
+                "read it, so the query heads must form equal groups",
+            )
+        return cls(num_heads, num_kv_heads, parts)
+
+    def queries(self, rank: int) -> range:
+        """The query heads, and output heads, of a rank."""
+        start, stop = (self.num_heads * bound // self.parts for bound in (rank, rank + 1))
+        return range(start, stop)
+
+    def keys(self, rank: int) -> range:
+        """The heads of keys and values that a rank reads."""
+        heads, group = self.queries(rank), self.num_heads // self.num_kv_heads
+        if not heads:
+            return range(0)
+        return range(heads.start // group, (heads.stop - 1) // group + 1)
+
+    def reads(self, rank: int) -> list[int]:
+        """For each query head of a rank, its head among `keys(rank)`."""
+        group, first = self.num_heads // self.num_kv_heads, self.keys(rank).start
+        return [head // group - first for head in self.queries(rank)]
+
+    def repeats(self, rank: int) -> int | None:
+        """How many query heads of a rank read each of its heads; None if some are read more."""
+        reads, keys = self.reads(rank), len(self.keys(rank))
+        if not reads:
+            return 1
+        repeats = len(reads) // keys
+        return repeats if reads == [head // repeats for head in range(keys * repeats)] else None
+
+    def _heads(self, rank: int) -> tuple[range, range, range]:
+        """The heads of a rank: of queries, and of outputs alone; of keys; of values."""
+        return self.queries(rank), self.keys(rank), self.keys(rank)
+
+    def to_heads(self, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """From [rows, all heads, local, width] to [rows, own heads, positions, width], each."""
+        sent = [
+            [t[:, own.start : own.stop] for t, own in zip(tensors, self._heads(r), strict=False)]
+            for r in range(self.parts)
+        ]
+        shapes = [[piece.shape for piece in sent[group.rank]]] * self.parts
+        pieces = swap(group, sent, shapes, tensors[0], LABEL)
+        return tuple(torch.cat(column, 2) for column in zip(*pieces, strict=True))
+
+    def to_sequence(self, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """From [rows, own heads, positions, width] to [rows, all heads, local, width], each.
+
+        Heads that several ranks had are added up, in rank order.
+        """
+        sent = list(zip(*(t.chunk(self.parts, 2) for t in tensors), strict=True))
+        shapes = [
+            [
+                (len(t), len(own), *t.shape[2:])
+                for t, own in zip(sent[0], self._heads(r), strict=False)
+            ]
+            for r in range(self.parts)
+        ]
+        pieces = swap(group, sent, shapes, tensors[0], LABEL)
+        numbers = self.num_heads, self.num_kv_heads, self.num_kv_heads
+        out = [
+            t.new_zeros(len(t), number, *t.shape[2:])
+            for t, number in zip(sent[0], numbers, strict=False)
+        ]
+        for rank, views in enumerate(pieces):
+            for whole, view, own in zip(out, views, self._heads(rank), strict=False):
+                whole[:, own.start : own.stop] += view
+        return tuple(out)

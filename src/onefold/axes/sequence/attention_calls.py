@@ -1,15 +1,15 @@
 """Cut sequences, and the arguments of a module's forward, into the piece of one rank.
 
-`Calls` is what differs between plain modules and models of transformers.
+`Calls` is for plain modules; transformers_split.py has those of models of transformers.
 """
 
 from __future__ import annotations
 
 import inspect
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -72,30 +72,13 @@ class SequencePieces:
         return self.cut(torch.arange(self.length, device=device), 0)[None]
 
 
-class Calls(ABC):
-    """How a module's forward is called for one piece of its sequence."""
+class Calls:
+    """How a module's forward is called for one piece of its sequence.
+
+    Every tensor whose second axis is the sequence is cut, and global positions are passed.
+    """
 
     has_own_masks = False  # every attention has a mask that covers padding
-
-    @abstractmethod
-    def local(self, whole: Arguments, pieces: SequencePieces) -> Arguments:
-        """Cut the arguments of a forward over the `whole` sequence."""
-
-    def around(self, whole: Arguments, pieces: SequencePieces) -> AbstractContextManager[object]:
-        """Enclose the forward."""
-        return nullcontext()
-
-    def outputs(self, outputs: Any) -> Any:
-        """Return the outputs without those that one piece cannot give."""
-        return outputs
-
-    def remove(self) -> None:
-        """Undo what was changed for these calls."""
-        return
-
-
-class PlainCalls(Calls):
-    """Cut every tensor whose second axis is the sequence, and pass global positions."""
 
     def __init__(self, module: nn.Module, positions: str | None) -> None:
         if positions is not None and not takes(module, positions):
@@ -110,6 +93,7 @@ class PlainCalls(Calls):
         self._positions = positions
 
     def local(self, whole: Arguments, pieces: SequencePieces) -> Arguments:
+        """Cut the arguments of a forward over the `whole` sequence."""
         main = main_tensor(whole)
         arguments, name = dict(whole), self._positions
         if name is not None and arguments.get(name) is None:
@@ -117,6 +101,16 @@ class PlainCalls(Calls):
         elif name is not None and arguments[name].ndim == 1:
             arguments[name] = arguments[name][None]
         return {key: cut_tensors(value, main, pieces) for key, value in arguments.items()}
+
+    def around(self, whole: Arguments, pieces: SequencePieces) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def outputs(self, outputs: Any) -> Any:
+        """Return the outputs without those that one piece cannot give."""
+        return outputs
+
+    def remove(self) -> None:
+        """Undo what was changed for these calls."""
 
 
 def main_tensor(whole: Mapping[str, Any]) -> Tensor:
@@ -143,29 +137,11 @@ def cut_tensors(value: Any, main: Tensor, pieces: SequencePieces) -> Any:
     return value
 
 
-@dataclass(frozen=True)
-class Names:
-    """The names of a forward's positional arguments."""
-
-    names: tuple[str, ...]
-
-    @classmethod
-    def of(cls, module: nn.Module) -> Names:
-        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        return cls(tuple(p.name for p in _parameters(module) if p.kind in kinds))
-
-    def join(self, args: tuple[Any, ...], kwargs: Arguments) -> Arguments:
-        """Name the positional arguments."""
-        return {self._name(index): value for index, value in enumerate(args)} | kwargs
-
-    def part(self, arguments: Arguments, num_args: int) -> tuple[tuple[Any, ...], Arguments]:
-        """Undo `join`."""
-        positional = [self._name(index) for index in range(num_args)]
-        rest = {name: value for name, value in arguments.items() if name not in positional}
-        return tuple(arguments[name] for name in positional), rest
-
-    def _name(self, index: int) -> str:
-        return self.names[index] if index < len(self.names) else str(index)
+def positional_names(module: nn.Module) -> Iterator[str]:
+    """Yield the names of a forward's positional arguments, then "3", "4", ... without end."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [p.name for p in _parameters(module) if p.kind in kinds]
+    return chain(names, map(str, count(len(names))))
 
 
 def takes(module: nn.Module, name: str) -> bool:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
+from itertools import islice
 from typing import Any
 from weakref import ref
 
@@ -23,15 +24,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from onefold.axes.sequence.attention import AttentionMode, SplitAttention
+from onefold.axes.exchange import gathered
+from onefold.axes.sequence.attention import LABEL, AttentionMode, SplitAttention
 from onefold.axes.sequence.attention_calls import (
     Calls,
-    Names,
-    PlainCalls,
     SequencePieces,
     main_tensor,
+    positional_names,
 )
-from onefold.axes.sequence.head_exchange import Gather
 from onefold.engine.engine import Engine
 from onefold.engine.first_batch import digest_of
 from onefold.engine.forward_threads import ThreadStack
@@ -95,16 +95,12 @@ def split_sequence(
     Source: DeepSpeed-Ulysses, arXiv 2309.14509.
     """
     module = uncompiled(module)
-    group = _axis_of(mesh)
-    _check(module, group)
-    return SequenceSplit(module, group, _calls_of(module, group, positions, inputs))
-
-
-def _axis_of(mesh: meshes.MeshChoice) -> Group:
     if isinstance(mesh, DeviceMesh) and mesh.ndim != 1:
         wanted = "the axis of the sequence, a mesh of one axis"
         raise ConfigError(wanted, f"shape {tuple(mesh.shape)}", hint='mesh["cp"]')
-    return meshes.resolve(mesh).everyone
+    group = meshes.resolve(mesh).everyone
+    _check(module, group)
+    return SequenceSplit(module, group, _calls_of(module, group, positions, inputs))
 
 
 def _calls_of(module: nn.Module, group: Group, positions: str | None, inputs: bool) -> Calls | None:
@@ -114,7 +110,7 @@ def _calls_of(module: nn.Module, group: Group, positions: str | None, inputs: bo
         calls = theirs.calls_of(module, group, inputs)
         if calls is not None:
             return calls
-    return PlainCalls(module, positions) if inputs else None
+    return Calls(module, positions) if inputs else None
 
 
 def _check(module: nn.Module, group: Group) -> None:
@@ -124,11 +120,9 @@ def _check(module: nn.Module, group: Group) -> None:
             isinstance(part, nn.Conv1d) and part.kernel_size > (1,)
         )
         if group.world_size > 1 and mixes:
-            raise ConfigError(
-                "positions to be mixed by F.scaled_dot_product_attention alone",
-                f"torch.nn.{type(part).__name__} at {name!r}",
-                hint="it would see this rank's positions alone",
-            )
+            wanted = "positions to be mixed by F.scaled_dot_product_attention alone"
+            hint = "it would see this rank's positions alone"
+            raise ConfigError(wanted, f"torch.nn.{type(part).__name__} at {name!r}", hint=hint)
         if MARK in part.__dict__:
             wanted = "a module that is not split yet"
             hint = "keep the handle of the first call; sequence.remove() undoes it"
@@ -140,11 +134,9 @@ def _check(module: nn.Module, group: Group) -> None:
         if isinstance(parameter, DTensor) and getattr(parameter, "_onefold_owner", None) is None:
             shared = set(parameter.device_mesh.mesh.flatten().tolist()) & set(mine) - {rank}
             if shared:
-                raise ConfigError(
-                    "axes of sequence and tensors that share no other rank",
-                    f"ranks {sorted(shared)} in both, at parameter {name!r}",
-                    hint="make a mesh with one axis for each",
-                )
+                wanted = "axes of sequence and tensors that share no other rank"
+                got = f"ranks {sorted(shared)} in both, at parameter {name!r}"
+                raise ConfigError(wanted, got, hint="make a mesh with one axis for each")
 
 
 class SequenceSplit:
@@ -159,13 +151,12 @@ class SequenceSplit:
         self.rank, self.parts = group.rank, group.world_size
         self._group = group
         self._calls = calls
-        self._names = Names.of(module)
         self._attention = SplitAttention(group)
         self._hooks = _AttentionHooks(self._attention)
         self._module = ref(module)
         self._checked: Callable[[], Engine | None] = lambda: None
         self._has_compared = self._has_looked = False
-        self._frames = ThreadStack[tuple[AbstractContextManager[object] | None, int]]()
+        self._frames = ThreadStack[tuple[AbstractContextManager[object], int]]()
         self._handles = list(self._install(module))
         module.__dict__[MARK] = True
 
@@ -179,9 +170,7 @@ class SequenceSplit:
         pieces = self._pieces(tensor.shape[dim])
         if self._calls is None and pieces.padding:
             wanted = f"a length that {self.parts} ranks divide, where the caller cuts inputs"
-            hint = (
-                "pad the rows, with -100 for labels, and mask the padding where attention sees it"
-            )
+            hint = "pad the rows, with -100 for labels, and mask padding where attention sees it"
             raise ConfigError(wanted, pieces.length, hint=hint)
         return pieces.cut(tensor, dim, pad)
 
@@ -206,7 +195,7 @@ class SequenceSplit:
             piece: of this rank, as long as those of the others.
             length: of the whole sequence, to leave the padding out.
         """
-        whole = Gather.apply(self._group, dim, piece) if self.parts > 1 else piece
+        whole = gathered(self._group, dim, piece, LABEL) if self.parts > 1 else piece
         return whole if length is None else whole.narrow(dim, 0, length)
 
     def remove(self) -> None:
@@ -235,20 +224,20 @@ class SequenceSplit:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._check_ranks(module)
         if self._calls is None:
-            self._begin(module, None)
+            self._begin(module, nullcontext())
             return None
-        whole = self._names.join(args, kwargs)
+        names = [*islice(positional_names(module), len(args))]
+        whole = dict(zip(names, args, strict=True)) | kwargs
         main = main_tensor(whole)
         self._compare(main)
         pieces = self._pieces(main.shape[1])
         local = self._calls.local(whole, pieces)
         self._attention.pad(0 if self._calls.has_own_masks else pieces.padding)
         self._begin(module, self._calls.around(whole, pieces))
-        return self._names.part(local, len(args))
+        return tuple(local.pop(name) for name in names), local
 
-    def _begin(self, module: nn.Module, around: AbstractContextManager[object] | None) -> None:
-        if around is not None:
-            around.__enter__()
+    def _begin(self, module: nn.Module, around: AbstractContextManager[object]) -> None:
+        around.__enter__()
         self._frames.entries.append((around, self._attention.num_calls))
         if self.parts > 1:
             self._hooks.enter(module)
@@ -261,16 +250,13 @@ class SequenceSplit:
         if not frames:  # the cut has failed
             return None
         around, before = frames.pop()
-        if around is not None:
-            around.__exit__(None, None, None)
+        around.__exit__(None, None, None)
         if sys.exception() is not None or self._calls is None:
             return None
         if self.parts > 1 and self._attention.num_calls == before:
-            raise StateError(
-                "a forward of a split sequence to call F.scaled_dot_product_attention",
-                f"no call in {type(module).__name__}",
-                hint="attention by other functions sees this rank's positions alone",
-            )
+            wanted = "a forward of a split sequence to call F.scaled_dot_product_attention"
+            hint = "attention by other functions sees this rank's positions alone"
+            raise StateError(wanted, f"no call in {type(module).__name__}", hint=hint)
         return self._calls.outputs(outputs)
 
     def _pieces(self, length: int) -> SequencePieces:
@@ -287,7 +273,7 @@ class SequenceSplit:
             engine, self._has_looked = find_engine(module), True
         if engine is None or engine is self._checked() or self.parts == 1:
             return
-        mine, others = _ranks_of(self._group), _ranks_of(engine.group)
+        mine, others = set(self._group.global_ranks()), set(engine.group.global_ranks())
         if not mine <= others:
             raise ConfigError(
                 "mesh= of onefold.shard to contain the ranks that share a sequence",
@@ -305,11 +291,9 @@ class SequenceSplit:
         everyone = self._group.gather(mine)
         if any(rows != everyone[0] for rows in everyone):
             shapes = [shape for _, shape in everyone]
-            raise ConfigError(
-                "the same whole rows on all ranks that share a sequence",
-                f"others, of shapes {shapes}",
-                hint="pick rows by the rank in the data axis, not by the global rank",
-            )
+            wanted = "the same whole rows on all ranks that share a sequence"
+            hint = "pick rows by the rank in the data axis, not by the global rank"
+            raise ConfigError(wanted, f"others, of shapes {shapes}", hint=hint)
         self._has_compared = True
 
 
@@ -339,7 +323,8 @@ class _AttentionHooks(threading.local):
     def install(self, root: nn.Module) -> Iterator[RemovableHandle]:
         """Hook the parts that may hold attention; the root is hooked by the caller."""
         for module in root.modules():
-            if module is not root and not _is_plain_leaf(module):
+            is_own = type(module).__module__.startswith("torch.nn.")  # calls no attention
+            if module is not root and (not is_own or any(module.children())):
                 yield module.register_forward_pre_hook(self._before)
                 yield module.register_forward_hook(self._after, always_call=True)
 
@@ -351,14 +336,3 @@ class _AttentionHooks(threading.local):
     @torch._disable_dynamo
     def _after(self, module: nn.Module, *_: Any) -> None:
         self.leave(module)
-
-
-def _is_plain_leaf(module: nn.Module) -> bool:
-    """True for torch's own layers, which call no attention."""
-    return type(module).__module__.startswith("torch.nn.") and not any(module.children())
-
-
-def _ranks_of(group: Group) -> set[int]:
-    if group.handle is None:
-        return {dist.get_rank() if dist.is_initialized() else 0}
-    return set(dist.get_process_group_ranks(group.handle))

@@ -158,7 +158,8 @@ class TransformersCalls(Calls):
             raise ConfigError(wanted, type(model).__name__, hint=hint)
 
     def local(self, whole: Arguments, pieces: SequencePieces) -> Arguments:
-        model, main = self._alive(), main_tensor(whole)
+        model, main = self._model(), main_tensor(whole)
+        assert model is not None, "a forward outlived its model"
         _check_call(model, whole)
         arguments = dict(whole)
         if arguments.get("position_ids") is None:
@@ -206,11 +207,6 @@ class TransformersCalls(Calls):
         if model is not None and self._parts > 1:
             model.set_attn_implementation(self._before)
 
-    def _alive(self) -> PreTrainedModel:
-        model = self._model()
-        assert model is not None, "a forward outlived its model"
-        return model
-
 
 def _whole_rows(whole: Arguments, pieces: SequencePieces) -> _Whole:
     main, rows = main_tensor(whole), whole.get("attention_mask")
@@ -246,7 +242,8 @@ def _check_model(model: PreTrainedModel) -> None:
 def _check_call(model: PreTrainedModel, arguments: Arguments) -> None:
     cached = ("past_key_values", "encoder_hidden_states", "logits_to_keep", "use_cache")
     for name in cached:
-        if arguments.get(name) is not None and not _is_off(arguments[name]):
+        value = arguments.get(name)
+        if value is not None and not (isinstance(value, int) and not value):
             wanted = "a forward over whole rows, without a cache or another sequence"
             hint = "call remove() of the split's handle before generate"
             raise StateError(wanted, f"{name}=", hint=hint)
@@ -265,10 +262,6 @@ def _check_call(model: PreTrainedModel, arguments: Arguments) -> None:
         wanted = "no labels for a model whose loss is a mean over this rank's tokens"
         hint = "call it without labels; compute the loss from sequence.labels(labels, shift=False)"
         raise ConfigError(wanted, f"labels for {type(model).__name__}", hint=hint)
-
-
-def _is_off(value: object) -> bool:
-    return isinstance(value, int) and not value
 
 
 def _sums_tokens(model: PreTrainedModel) -> bool:

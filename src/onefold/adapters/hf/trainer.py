@@ -1,18 +1,22 @@
-"""Shard the model of a stock `Trainer`: the one line, `callbacks=[onefold.hf.Callback(stage=3)]`.
+"""Let a sharded model train in a `Trainer`: `onefold.hf.Callback`, and `onefold.hf.TrainerMixin`.
 
-on_init_end      shard, once PEFT and the Trainer are done with the model; mark it as prepared
-on_train_begin   load the sharded state of a checkpoint that Trainer resumes from
-on_step_end      agree on flags; if a save follows: bring whole weights to rank 0, save shards
-on_save          move these shards into the checkpoint that Trainer has made
-on_log           add the gradient noise scale, if `onefold.measure_noise` was called
-on_train_end     bring whole weights to rank 0, for `trainer.save_model()`
+The one line for a stock Trainer is `callbacks=[onefold.hf.Callback(stage=3)]`. Its events:
+
+    on_init_end      shard, once PEFT and the Trainer are done with the model; mark it as prepared
+    on_train_begin   load the sharded state of a checkpoint that Trainer resumes from
+    on_step_end      agree on flags; if a save follows: whole weights to rank 0, save shards
+    on_save          move these shards into the checkpoint that Trainer has made
+    on_log           add the gradient noise scale, if `onefold.measure_noise` was called
+    on_train_end     bring whole weights to rank 0, for `trainer.save_model()`
+
+The mixin saves and resumes by the Trainer's own methods instead, on all ranks together.
 """
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate.state import AcceleratorState
 from torch import nn
@@ -30,17 +34,29 @@ from onefold.adapters.hf.conflicts import (
     check_optimizer,
     refuse_other_engines,
 )
-from onefold.adapters.hf.run_state import ResumeWithOnefoldCallback, RunState, folders_of
-from onefold.adapters.hf.whole_weights import WholeWeights
+from onefold.adapters.hf.saving import (
+    FOLDER,
+    ResumeWithOnefoldCallback,
+    RunState,
+    WholeWeights,
+    folders_of,
+    is_peft,
+    newest,
+)
 from onefold.adapters.hf.wrap import mark_prepared, run_under_autocast
-from onefold.adapters.shard_choices import ShardChoices
 from onefold.adapters.versions import warn_if_untested
-from onefold.config import OffloadChoice, PrecisionChoice, StageChoice
+from onefold.api import shard
+from onefold.checkpoint.agreement import together
+from onefold.checkpoint.load import load
+from onefold.config import OffloadChoice, PrecisionChoice, StageChoice, offload_of, precision_of
 from onefold.engine.registry import engine_of, is_sharded
-from onefold.errors import StateError
+from onefold.errors import ConfigError, StateError
 from onefold.inference.stream import generating
 from onefold.layout.units import UnitChoice
 from onefold.wire_config import WireChoice
+
+CHOICES = "_onefold_choices"
+"""The attribute of a model that holds the choices with which a `Callback` has sharded it."""
 
 
 class Callback(TrainerCallback):
@@ -86,14 +102,12 @@ class Callback(TrainerCallback):
     ) -> None:
         warn_if_untested("transformers", "accelerate")
         ResumeWithOnefoldCallback.allow()
-        self.choices = ShardChoices(stage, precision, offload, wire, units)
+        self.choices: dict[str, Any] = dict(
+            stage=stage, precision=precision, offload=offload, wire=wire, units=units
+        )
         self._saves_by_event = True  # False: `TrainerMixin` saves
         self.run: RunState | None = None  # while training
         self._generation: ExitStack | None = None  # holds the weights that are kept for it
-
-    def leave_saves(self) -> None:
-        """Save nothing at events: `TrainerMixin` does."""
-        self._saves_by_event = False
 
     # the model
 
@@ -103,12 +117,13 @@ class Callback(TrainerCallback):
         refuse_other_engines(state, args)
         check_arguments(args)
         is_new = not is_sharded(model)
-        autocast = autocast_of(state.mixed_precision, self.choices.precision)
+        autocast = autocast_of(state.mixed_precision, self.choices["precision"])
         if not is_new:
-            self.choices.check(model)
+            _check_choices(model, self.choices)
         check_optimizer(model, optimizer)
         if is_new:
-            self.choices.shard(model, optimizer)
+            shard(model, optimizer, **self.choices)
+            model.__dict__[CHOICES] = self.choices
             if autocast is not None:
                 run_under_autocast(model, state.device.type, autocast, {})
         mark_prepared(model)
@@ -121,7 +136,6 @@ class Callback(TrainerCallback):
     # events
 
     def on_init_end(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
-        """Shard the model."""
         self.prepare(kwargs["model"], args, kwargs.get("optimizer"))
 
     def on_train_begin(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
@@ -144,11 +158,9 @@ class Callback(TrainerCallback):
         self.whole(model, args).drop_if_stale()
 
     def on_step_end(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
-        """Agree on flags; make a save and an evaluation ready."""
         self._make_ready("the end of a step", args, state, control, kwargs["model"])
 
     def on_epoch_end(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
-        """Agree on flags; make a save and an evaluation ready."""
         self._make_ready("the end of an epoch", args, state, control, kwargs["model"])
 
     def on_prediction_step(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
@@ -207,7 +219,7 @@ class Callback(TrainerCallback):
         events.agree(engine_of(model), event, state.global_step, control)
         if control.should_save and self._saves_by_event and self.run is not None:
             self.whole(model, args).take()
-            if not args.save_only_model and not self.run.is_staged:
+            if not args.save_only_model and self.run.staged is None:
                 self.run.stage(Path(str(args.output_dir)), state.global_step)
         if control.should_evaluate:
             self._begin_generation(model, args)
@@ -239,6 +251,30 @@ def _is_best(args: Args, state: State, metrics: dict[str, float]) -> bool:
     return value > state.best_metric if args.greater_is_better else value < state.best_metric
 
 
+def _check_choices(model: nn.Module, choices: dict[str, Any]) -> None:
+    """Raise `ConfigError` if a model was sharded with other choices, by a callback or a script."""
+    known = model.__dict__.get(CHOICES)
+    if known is not None:
+        got, is_same = _described(known), known == choices
+    else:
+        recipe = engine_of(model).recipe
+        got = f"stage {recipe.stage.number}, {recipe.precision}, {recipe.offload}"
+        mine, its = offload_of(choices["offload"]), recipe.offload
+        is_same = choices["stage"] in ("auto", recipe.stage.number)
+        is_same &= precision_of(choices["precision"]) == recipe.precision
+        is_same &= (mine.optimizer, mine.parameters) == (its.optimizer, its.parameters)
+        is_same |= choices == {**dict.fromkeys(choices), "stage": 3}  # of `Callback()`
+    if not is_same:
+        hint = "choose the same, or pass a model that is not sharded yet"
+        wanted = f"the choices with which the model was sharded, {got}"
+        raise ConfigError(wanted, _described(choices), hint=hint)
+
+
+def _described(choices: dict[str, Any]) -> str:
+    set_ones = {name: choice for name, choice in choices.items() if choice is not None}
+    return ", ".join(f"{name}={choice!r}" for name, choice in set_ones.items())
+
+
 def _refuse_unsharded(model: nn.Module) -> None:
     """Raise `StateError` for a model that the Trainer has built anew."""
     if not is_sharded(model):
@@ -248,3 +284,107 @@ def _refuse_unsharded(model: nn.Module) -> None:
             hint="pass Trainer(model=...), or derive the trainer from onefold.hf.TrainerMixin, "
             "which shards each model that model_init builds",
         )
+
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Base
+else:
+    _Base = object
+
+
+class TrainerMixin(_Base):
+    """Let a Trainer save and resume its sharded model: `class Mine(TrainerMixin, SFTTrainer)`.
+
+    `save_model` is a collective and may be called at any time. `checkpoint-N/` opens with
+    `from_pretrained`, and resumes at any world size, stage and tier: each rank reads its own rows.
+    Adapters are saved without their base. `train(resume_from_checkpoint=True)` passes over
+    checkpoints whose save was interrupted. Models of `model_init` are sharded, too.
+
+    The choices are those of the `onefold.hf.Callback` among the Trainer's callbacks. Without one,
+    the model is sharded at stage 3, or left as `onefold.shard` has sharded it.
+
+    Example:
+        >>> class Mine(onefold.hf.TrainerMixin, Trainer): ...
+        >>> trainer = Mine(model=model, args=args, callbacks=[onefold.hf.Callback(stage=3)])
+        >>> trainer.train(resume_from_checkpoint=True)
+        >>> trainer.save_model("out")
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        callback = self.pop_callback(Callback)
+        if not isinstance(callback, Callback):
+            callback = Callback()
+            optimizer: Any = self.optimizer
+            callback.prepare(self._module, self.args, optimizer)
+        self.add_callback(callback)  # the last one: it joins the flags that others set
+        callback._saves_by_event = False
+        self._onefold = callback
+
+    @property
+    def _module(self) -> nn.Module:
+        model: Any = self.model
+        return model
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """Build a model with `model_init`; shard it, but for that of `__init__`."""
+        model = super().call_model_init(trial)
+        callback: Callback | None = self.__dict__.get("_onefold")
+        if callback is not None:
+            callback.prepare(model, self.args)
+        return model
+
+    # save
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save as `from_pretrained` reads it. A collective."""
+        save = super().save_model
+        self._onefold.whole(self._module, self.args).take()
+        together(engine_of(self._module).group, lambda: save(output_dir, _internal_call))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        run, save = self._onefold.run, super()._save_optimizer_and_scheduler
+        close = run is None
+        if run is None:  # outside of train()
+            run = RunState(self._module, self.optimizer)
+        run.stage(Path(output_dir).parent, self.state.global_step)
+        together(engine_of(self._module).group, lambda: save(output_dir))
+        run.publish(Path(output_dir))
+        if close:
+            run.close()
+
+    # resume
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """See `Trainer.train`. True resumes from the newest checkpoint that is complete."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = newest(Path(str(self.args.output_dir))) or True
+        with events.name_lost_ranks(engine_of(self._module)):
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        has_state = (Path(resume_from_checkpoint) / FOLDER).is_dir()
+        if not has_state or is_peft(self._module) or not is_sharded(self._module):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        # read once more with the optimizer, when that exists; here for what comes before
+        load(Path(resume_from_checkpoint) / FOLDER, self._module)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        run = RunState(self._module, self.optimizer)
+        mark = run.take_mark()
+        if mark is not None and checkpoint is not None:
+            run.resume(mark, iter([Path(checkpoint) / FOLDER]))
+        run.close()
+
+    def _load_best_model(self) -> None:
+        best = Path(str(self.state.best_model_checkpoint)) / FOLDER
+        if best.is_dir() and not is_peft(self._module):
+            load(best, self._module)
+        else:
+            super()._load_best_model()

@@ -1,18 +1,31 @@
-"""Experts of a mixture-of-experts block, spread over the ranks of an axis.
+"""Mixture-of-experts layers whose experts lie on other ranks of an axis.
+
+    experts = onefold.experts.distribute(model, mesh["expert"])
+    onefold.shard(model, optimizer, units=dict.fromkeys(experts, mesh["replica"]))
 
     block     gate -> experts(hidden_states, top_k_index, top_k_weights) -> ...
     here      gate -> ExpertParallel: dispatch, own experts, combine     -> ...
 
 The block, its gate and its names stay as they are. `mlp.experts.gate_up_proj` becomes a DTensor,
 Shard(0) over the expert axis. So checkpoints have one tensor of all experts, whatever the axis.
+
+    rank 0: tokens sorted by expert   | for rank 0 | for rank 1 |     dispatch
+    rank 1: received                  | of rank 0  | of rank 1  |     experts run
+    rank 0: outputs                   | of rank 0  | of rank 1  |     combine: back, in token order
+
+Nothing is dropped and nothing is padded: messages have as many rows as there are tokens, also none.
+Every rank takes part in every message, forward and backward, with or without tokens of its own.
+Source: Switch Transformer, arXiv 2101.03961, section 2; dropless: MegaBlocks, arXiv 2211.15841.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -21,12 +34,93 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.func import functional_call
 
-from onefold.axes.experts.routing import ExpertAxis, Routing
+from onefold.axes.exchange import moved, of_ranks
 from onefold.errors import ConfigError
 from onefold.layout.cut import bounds_of
 from onefold.layout.model_axes import dtensor_of
 from onefold.wire import ranks as meshes
 from onefold.wire.collectives import Group
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertAxis:
+    """The ranks of an expert axis, and the name of their messages in errors.
+
+    Rank r holds experts `bounds[r]` to `bounds[r + 1]`.
+    """
+
+    group: Group
+    bounds: tuple[int, ...]
+    label: str = "exchange of tokens"
+
+    @property
+    def own(self) -> range:
+        """The numbers of this rank's experts."""
+        return range(*self.bounds[self.group.rank : self.group.rank + 2])
+
+
+def _exchange(
+    axis: ExpertAxis, sent: Sequence[int], received: Sequence[int], rows: Tensor
+) -> tuple[Tensor]:
+    """Send consecutive parts of `rows`, of `sent` rows each, to ranks 0, 1, ...; get `received`."""
+    group = axis.group
+    if group.world_size == 1:
+        return (rows.clone(),)
+    width = rows[:1].numel() if len(rows) else rows.new_empty(1, *rows.shape[1:]).numel()
+    out = rows.new_empty(sum(received), *rows.shape[1:])
+    work = group.all_to_all(
+        out.view(-1), rows.contiguous().view(-1),
+        [num * width for num in received], [num * width for num in sent],
+    )  # fmt: skip
+    for message in group.track([work], axis.label):
+        message.wait()
+    return (out,)
+
+
+class Routing:
+    """The way of one batch of tokens to their experts and back. A collective to make."""
+
+    def __init__(self, index: Tensor, axis: ExpertAxis) -> None:
+        """Exchange how many tokens each expert gets.
+
+        Args:
+            index: int64 [tokens, choices], the experts of each token.
+            axis: the ranks that hold them.
+        """
+        self._choices = index.shape[-1]
+        bounds, ranks = axis.bounds, axis.group.world_size
+        flat = index.reshape(-1)
+        self._order = flat.argsort(stable=True)  # pairs of token and choice, by expert
+        counts = flat.bincount(minlength=bounds[-1])
+        lengths = [stop - start for start, stop in pairwise(bounds)]
+        mine = len(axis.own)
+        (theirs,) = _exchange(axis, lengths, [mine] * ranks, counts)
+        self.sent = [int(part.sum()) for part in counts.cpu().split(lengths)]
+        table = theirs.cpu().view(ranks, mine)  # by sender, tokens of each own expert
+        self.received: list[int] = table.sum(1).tolist()
+        experts = torch.arange(mine).repeat(ranks)
+        self.experts = experts.repeat_interleave(table.reshape(-1)).to(index.device)
+        """int64 [received rows]: the expert of each, counted from this rank's first."""
+        self._there = partial(_exchange, axis, self.sent, self.received)
+        self._back = partial(_exchange, axis, self.received, self.sent)
+
+    def dispatch(self, tokens: Tensor) -> Tensor:
+        """Return the rows [received, width] of all ranks' `tokens` [n, width] for own experts."""
+        return moved(self._there, self._back, tokens[self._order // self._choices])[0]
+
+    def combine(self, outputs: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sums [n, width] of what experts made of this rank's tokens.
+
+        Args:
+            outputs: [received, width], of the rows that `dispatch` returned.
+            weights: [n, choices].
+        """
+        (rows,) = moved(self._back, self._there, outputs)
+        place = torch.empty_like(self._order)
+        place[self._order] = torch.arange(len(place), device=place.device)
+        choices = rows[place].view(len(weights), self._choices, rows.shape[-1])
+        return (choices * weights.unsqueeze(-1)).sum(1)
+
 
 NUM_ARGUMENTS = 3
 """Of an experts module's forward: hidden states, indices and weights of the chosen experts."""
@@ -65,12 +159,9 @@ class ExpertParallel(nn.Module):
         self.num_experts = len(experts) if is_list else _num_experts(experts)
         bounds = bounds_of(self.num_experts, group.world_size)
         if bounds[-2] == self.num_experts:
-            raise ConfigError(
-                "an expert for each rank of the axis",
-                f"{self.num_experts} experts, {bounds[1]} a rank, on {group.world_size} ranks",
-                hint="take fewer ranks for experts; onefold.shard cuts an expert's weights "
-                "over the ranks that hold it",
-            )
+            got = f"{self.num_experts} experts, {bounds[1]} a rank, on {group.world_size} ranks"
+            hint = "take fewer ranks for experts; onefold.shard cuts weights over ranks as well"
+            raise ConfigError("an expert for each rank of the axis", got, hint=hint)
         self.axis = ExpertAxis(group, bounds)
         self.own_experts = self.axis.own
         own = slice(self.own_experts.start, self.own_experts.stop)
@@ -81,7 +172,7 @@ class ExpertParallel(nn.Module):
         else:
             for name, parameter in experts.named_parameters(recurse=False):
                 rows = parameter.detach()[own].clone()
-                shown = _shown(rows, parameter.shape, shown_on)
+                shown = dtensor_of(rows, shown_on, [Shard(0)], parameter.shape)
                 self.register_parameter(name, nn.Parameter(shown, parameter.requires_grad))
             inner = _without_values(experts)
             inner.num_experts = len(self.own_experts)  # type: ignore[assignment]
@@ -160,9 +251,11 @@ def distribute(model: nn.Module, mesh: DeviceMesh | dist.ProcessGroup) -> list[E
     Source: GShard, arXiv 2006.16668, section 3.
     """
     spread: list[ExpertParallel] = []
-    for part, name, experts in list(_experts_of(model)):
-        spread.append(ExpertParallel(experts, mesh))
-        setattr(part, name, spread[-1])
+    for part in list(model.modules()):
+        for name, child in part.named_children():
+            if _are_experts(child):
+                spread.append(ExpertParallel(child, mesh))
+                setattr(part, name, spread[-1])
     if not spread:
         raise ConfigError(
             "a model with stacked experts: modules with `num_experts`, called with hidden "
@@ -171,13 +264,6 @@ def distribute(model: nn.Module, mesh: DeviceMesh | dist.ProcessGroup) -> list[E
             hint="wrap the experts of your own blocks in onefold.experts.ExpertParallel",
         )
     return spread
-
-
-def _experts_of(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    for part in model.modules():
-        for name, child in part.named_children():
-            if _are_experts(child):
-                yield part, name, child
 
 
 def _are_experts(module: nn.Module) -> bool:
@@ -204,11 +290,6 @@ def _num_experts(experts: nn.Module) -> int:
     return experts.num_experts  # type: ignore[return-value]
 
 
-def _shown(rows: Tensor, shape: Sequence[int], axis: DeviceMesh) -> Tensor:
-    """A DTensor of the experts of all ranks, of which this rank has some rows."""
-    return dtensor_of(rows, axis, [Shard(0)], shape)
-
-
 def _mesh_of(group: dist.ProcessGroup, experts: nn.Module) -> DeviceMesh:
     kinds = {p.device.type for p in experts.parameters()} - {"meta"}
     accelerator = torch.accelerator.current_accelerator()
@@ -222,16 +303,14 @@ def _stacked(experts: nn.ModuleList, own: slice, axis: DeviceMesh) -> nn.Module:
     for expert in experts:
         shapes = {name: p.shape for name, p in expert.named_parameters()}
         if shapes != {name: p.shape for name, p in first.items()} or any(expert.buffers()):
-            raise ConfigError(
-                "experts with equal parameters and no buffers",
-                f"a {type(expert).__name__} that differs",
-                hint="give each kind of expert a list of its own",
-            )
+            wanted = "experts with equal parameters and no buffers"
+            hint = "give each kind of expert a list of its own"
+            raise ConfigError(wanted, f"a {type(expert).__name__} that differs", hint=hint)
     tree = _without_values(experts[0])
     for name, parameter in first.items():
         rows = [expert.get_parameter(name).detach() for expert in experts[own]]
         owner, _, attribute = name.rpartition(".")
-        shown = _shown(torch.stack(rows), (len(experts), *parameter.shape), axis)
+        shown = dtensor_of(torch.stack(rows), axis, [Shard(0)], (len(experts), *parameter.shape))
         stacked = nn.Parameter(shown, parameter.requires_grad)
         tree.get_submodule(owner).register_parameter(attribute, stacked)
     return tree
@@ -248,3 +327,54 @@ def _without_values(module: nn.Module) -> nn.Module:
 
 def _local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def balance_loss(
+    router_logits: Tensor | Sequence[Tensor],
+    choices: int,
+    mesh: DeviceMesh | dist.ProcessGroup | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Return this rank's part of the load-balancing loss of all ranks' tokens.
+
+    The mean of the parts over the ranks is the loss of one process with all tokens, and so is the
+    mean of their gradients, which `onefold.shard` takes: add the part to this rank's loss. One
+    collective, on `num_experts + 1` numbers. `output_router_logits=True` of a transformers model
+    adds the loss of each rank's own tokens instead: leave `labels` out, or set
+    `router_aux_loss_coef` to 0, to add this one.
+
+    Args:
+        router_logits: [tokens, experts], of one layer or of several; layers are averaged, as in
+            transformers.
+        choices: experts of each token (`top_k`).
+        mesh: the ranks whose tokens count: the data axis. None: the whole world.
+        mask: [tokens], 0 for padding.
+
+    Returns:
+        A scalar in fp32 or wider.
+
+    Example:
+        >>> loss = loss + 0.01 * onefold.experts.balance_loss(out.router_logits, 2)
+
+    Source: Switch Transformer, arXiv 2101.03961, equations 4 to 6.
+    """
+    layers = [router_logits] if isinstance(router_logits, Tensor) else list(router_logits)
+    if not layers or not all(isinstance(layer, Tensor) and layer.dim() == 2 for layer in layers):
+        got = f"{[getattr(layer, 'shape', type(layer)) for layer in layers]}"
+        hint = "output_router_logits=True makes transformers return them"
+        raise ConfigError("router_logits [tokens, experts] of one layer or several", got, hint=hint)
+    group, num_experts = meshes.of_tokens(mesh), layers[0].shape[1]
+    dtype = torch.promote_types(layers[0].dtype, torch.float32)
+    counts = layers[0].new_zeros(num_experts + 1, dtype=dtype)  # the last one: rows
+    chances = layers[0].new_zeros(num_experts, dtype=dtype)
+    for logits in layers:
+        probabilities = logits.to(dtype).softmax(-1)
+        rows = probabilities.new_ones(len(logits)) if mask is None else mask.reshape(-1).to(dtype)
+        chosen = probabilities.topk(choices, -1).indices.reshape(-1)
+        counts[:-1].scatter_add_(0, chosen, rows.repeat_interleave(choices))
+        counts[-1] += rows.sum()
+        chances = chances + (probabilities * rows[:, None]).sum(0)
+    counts = of_ranks(group, counts, "an exchange of token counts").sum(0)
+    total = counts[-1].clamp_min(1.0)
+    share = chances * (group.world_size / total)
+    return num_experts * torch.dot(counts[:-1] / total, share)

@@ -1,4 +1,4 @@
-"""`onefold.reshare`: other shares at a step boundary, without a restart.
+"""`onefold.mixed.reshare`: other shares at a step boundary, without a restart.
 
     agree      every rank: shares, room, and the names of what moves; an error here changes nothing
     move       unit by unit: own rows of weights, masters, moments, averages, gradients
@@ -24,8 +24,7 @@ from onefold.fit.bounds import RankMemory
 from onefold.fit.shares import AUTO, SharesChoice, choose, is_auto, unless_even, weights_of
 from onefold.layout.cut import Shares
 from onefold.layout.ledger import Kind
-from onefold.mixed.moving import Rows, move
-from onefold.mixed.states import Entry, OptimizerStates
+from onefold.mixed.moving import Entry, OptimizerStates, Rows, move
 from onefold.planner.memory import Expectation, needs_of
 from onefold.recipe import Recipe
 from onefold.unit.context import Context, UnitSpec
@@ -58,12 +57,12 @@ def reshare(module: nn.Module, shares: SharesChoice = AUTO) -> None:
     Example:
         >>> optimizer.step()
         >>> optimizer.zero_grad()
-        >>> onefold.reshare(model, [3, 1])  # rank 0 holds three quarters from now on
+        >>> onefold.mixed.reshare(model, [3, 1])  # rank 0 holds three quarters from now on
 
     Source: disjoint moves between ranks, as ElasWave (arXiv 2510.00606) reshards interleaved ZeRO.
     """
     engine = engine_of(module)
-    group, hint = engine.group, "call onefold.reshare with the same shares on every rank"
+    group, hint = engine.group, "call onefold.mixed.reshare with the same shares on every rank"
     with announcing(group):
         weights, *_ = same(
             group, lambda: _checked(engine, shares), "`shares`", hint=hint, kind=ConfigError
@@ -177,18 +176,17 @@ class _Reshare:
         context = replace(old, shares=shares, mesh=mesh)
         first = engine.group.rank - old.rank  # of the ranks that hold this copy
         own = notes[first : first + old.world_size]
-        entries: list[dict[str, Entry]] = [{} for _ in ready.states]
         holders = {
-            p.fqn: [r for r in range(old.world_size) if p.slot.piece_numel(r)] or [old.rank]
+            p.fqn: next((r for r in range(old.world_size) if p.slot.piece_numel(r)), old.rank)
             for unit in _moving(engine)
             for p in unit.parameters
         }
-        for fqn, ranks in holders.items():
-            for rank in ranks[:1]:
-                for wanted, held in zip(entries, own[rank][0], strict=True):
-                    if fqn in held:
-                        wanted[fqn] = held[fqn]
-        means = {fqn for fqn, ranks in holders.items() if fqn in own[ranks[0]][1]}
+        held = {fqn: own[rank] for fqn, rank in holders.items()}
+        entries = [
+            {fqn: states[at][fqn] for fqn, (states, _) in held.items() if fqn in states[at]}
+            for at in range(len(ready.states))
+        ]
+        means = {fqn for fqn, (_, names) in held.items() if fqn in names}
         return _Reshare(engine, ready, recipe, context, entries, frozenset(means))
 
     @torch.no_grad()
