@@ -5,7 +5,6 @@ All text is ASCII, except for the bar, which rich draws as the terminal can.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import log
 from typing import TextIO
 
@@ -17,19 +16,9 @@ from onefold.app.train.checkpoints import Resumed
 from onefold.app.train.corpus import Corpus
 from onefold.app.train.course import Progress, TrainObserver, TrainResult
 from onefold.app.train.job import Job
-from onefold.app.train.memory_table import MeasuredMemory
-from onefold.recording.closed_form import KINDS
-from onefold.text import (
-    WIDTH,
-    columns,
-    common_unit,
-    counted,
-    format_bytes,
-    format_seconds,
-    in_unit,
-    show,
-    wrapped,
-)
+from onefold.app.train.memory_table import MeasuredMemory, TableRow, compared, rank_table
+from onefold.recording.recorder import KINDS
+from onefold.text import WIDTH, counted, format_bytes, format_seconds, wrapped
 
 NUM_LINES = 10
 """Lines of progress where there is no terminal."""
@@ -122,46 +111,38 @@ def heading(job: Job, corpus: Corpus, num_parameters: int, world_size: int) -> s
     return "\n".join(line for part in parts for line in wrapped(part))
 
 
-def print_result(result: TrainResult, stream: TextIO) -> None:
-    """Print held-out loss, memory table and text, for people."""
+def result_lines(result: TrainResult) -> list[str]:
+    """Return held-out loss, memory table and text, for people."""
     bits = result.held_out / log(2)
     loss = f"held-out loss {result.held_out:.3f} nats per byte ({bits:.2f} bits)"
     speed = f"{result.tokens_per_s:,.0f} bytes/s for {format_seconds(result.seconds)}"
     report = [f"\nreport: {result.report}"] * bool(result.report)
-    show(
-        [f"\n{loss}   {speed}\n", *memory_table(result), *_text_lines(result.text), *report], stream
-    )
+    table = memory_table(result)
+    return [f"\n{loss}   {speed}\n", *table, *_text_lines(result.text), *report]
 
 
 def memory_table(result: TrainResult) -> list[str]:
     """List bytes by kind on each rank, beside the expected ones and those of stage 0."""
-    shown, predicted = result.memory[:MAX_COLUMNS], result.predicted
-    peaks = [memory.total_peak for memory in shown]
-    name, unit = common_unit(max(*peaks, sum(result.stage0.values())))
-    rows = [[f"memory in {name}", *(f"rank {m.rank}" for m in shown), "expected", "stage 0"]]
-
-    def add(row: str, nbytes: Sequence[int], expected: str = "", stage0: int | None = None) -> None:
-        last = "" if stage0 is None else in_unit(stage0, unit)
-        rows.append([row, *(in_unit(each, unit) for each in nbytes), expected, last])
-
+    memory, predicted, stage0 = result.memory, result.predicted, result.stage0
+    rows: list[TableRow] = []
     for kind in KINDS:
-        nbytes = [memory.now.get(kind, 0) for memory in result.memory]
-        wanted = [memory.expected[kind] for memory in result.memory]
-        if any(nbytes) or any(wanted):
-            verdict = "equal" if wanted == nbytes else in_unit(wanted[0], unit)
-            add(_named(kind, shown[0]), nbytes[: len(shown)], verdict, result.stage0[kind])
-    sums = [sum(memory.now.get(kind, 0) for kind in KINDS) for memory in shown]
-    add("together, after a step", sums, "", sum(result.stage0.values()))
-    add("peak, no activations", peaks, in_unit(predicted.ledger_nbytes, unit) if predicted else "")
-    if any(tier != "device" for tiers in shown[0].tiers.values() for tier in tiers):
-        add("peak of the process", [memory.resident_peak for memory in shown])
+        nbytes, expected = [rank.held(kind) for rank in memory], compared(memory, kind)
+        if any(nbytes) or expected != "equal":
+            rows.append((_named(kind, memory[0]), nbytes, expected, stage0[kind]))
+    sums, whole = [sum(map(rank.held, KINDS)) for rank in memory], sum(stage0.values())
+    rows.append(("together, after a step", sums, "", whole))
+    peaks = [rank.total_peak for rank in memory]
+    rows.append(("peak, no activations", peaks, predicted.ledger_nbytes if predicted else ""))
+    if any(tier != "device" for tiers in memory[0].tiers.values() for tier in tiers):
+        rows.append(("peak of the process", [rank.resident_peak for rank in memory]))
     notes = ["expected: the closed form"]
     if predicted:
         notes = [f"{notes[0]}; for the peak, the prediction for rank 0", predicted.verdict]
     notes += [f"planned for rank 0: {result.offload}"] if result.offload else []
-    if len(result.memory) > len(shown):
-        notes.append(f"(the first {len(shown)} of {len(result.memory)} ranks; --json has all)")
-    return [*columns(rows, "<>"), *(line for note in notes for line in wrapped(note))]
+    return rank_table(
+        memory, rows, notes, heads=["expected", "stage 0"],
+        largest=max(*peaks[:MAX_COLUMNS], whole), most=MAX_COLUMNS,
+    )  # fmt: skip
 
 
 def _text_lines(text: str) -> list[str]:

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TextIO
 
 from onefold.app.cli.console import MAX_COLUMNS
-from onefold.app.generate.meter import WARM_PASSES
 from onefold.app.generate.request import GenerateJob
-from onefold.app.generate.run import Generated, Loaded
+from onefold.app.generate.run import WARM_PASSES, Generated, Loaded
 from onefold.app.generate.tokens import printable
-from onefold.text import (
-    columns,
-    common_unit,
-    counted,
-    format_bytes,
-    format_rate,
-    format_share,
-    in_unit,
-    show,
-    wrapped,
-)
+from onefold.app.train.memory_table import TableRow, compared, rank_table
+from onefold.text import counted, format_bytes, format_rate, format_share, wrapped
 
 WORDS = {"unsharded": "unsharded, peak", "staging": "staging, peak", "wire": "wire, peak"}
 """Rows of the table besides weights at rest."""
@@ -60,10 +50,9 @@ def writer(stream: TextIO) -> Callable[[str], None]:
     return write
 
 
-def print_facts(result: Generated, stream: TextIO) -> None:
-    """Print speed, bytes and memory, for people."""
-    lines = ["", *_speed_lines(result), "", *_memory_table(result), *_stay_lines(result)]
-    show(lines, stream)
+def fact_lines(result: Generated) -> list[str]:
+    """Return speed, bytes and memory, for people."""
+    return ["", *_speed_lines(result), "", *_memory_table(result), *_stay_lines(result)]
 
 
 def _speed_lines(result: Generated) -> list[str]:
@@ -90,29 +79,20 @@ def _speed_lines(result: Generated) -> list[str]:
 
 def _memory_table(result: Generated) -> list[str]:
     """List bytes by kind on each rank, as `onefold train` does."""
-    shown = result.memory[:MAX_COLUMNS]
-    name, unit = common_unit(max(m.total_peak + m.now.get("weight", 0) for m in shown))
-    rows = [[f"memory in {name}", *(f"rank {memory.rank}" for memory in shown), "expected"]]
-
-    def add(row: str, nbytes: Sequence[int], last: str = "") -> None:
-        rows.append([row, *(in_unit(each, unit) for each in nbytes), last])
-
-    weights = [memory.now.get("weight", 0) for memory in result.memory]
-    wanted = [memory.expected["weight"] for memory in result.memory]
-    tiers = " and ".join(shown[0].tiers.get("weight", []))
-    verdict = "equal" if weights == wanted else in_unit(wanted[0], unit)
-    add(f"weight on {tiers}", weights[: len(shown)], verdict)
+    memory = result.memory
+    tiers = " and ".join(memory[0].tiers.get("weight", []))
+    weights = [rank.held("weight") for rank in memory]
+    rows: list[TableRow] = [(f"weight on {tiers}", weights, compared(memory, "weight"))]
     for kind, word in WORDS.items():
-        peaks = [memory.peak.get(kind, 0) for memory in shown]
-        if any(peaks):
-            add(word, peaks)
-    add("peak, no activations", [memory.total_peak for memory in shown])
-    add("peak of the process", [memory.resident_peak for memory in shown])
+        peaks = [rank.peak.get(kind, 0) for rank in memory]
+        rows += [(word, peaks)] if any(peaks) else []
+    rows.append(("peak, no activations", [rank.total_peak for rank in memory]))
+    rows.append(("peak of the process", [rank.resident_peak for rank in memory]))
     notes = [f"expected: the closed form; the budget for weights was {format_bytes(result.budget)}"]
-    notes += result.notes
-    if len(result.memory) > len(shown):
-        notes.append(f"(the first {len(shown)} of {len(result.memory)} ranks; --json has all)")
-    return [*columns(rows, "<>"), *(line for note in notes for line in wrapped(note))]
+    return rank_table(
+        memory, rows, [*notes, *result.notes], heads=["expected"], most=MAX_COLUMNS,
+        largest=max(rank.total_peak + rank.held("weight") for rank in memory[:MAX_COLUMNS]),
+    )  # fmt: skip
 
 
 def _stay_lines(result: Generated) -> list[str]:

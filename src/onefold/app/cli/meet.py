@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
+import sys
 import threading
 from collections.abc import Sequence
 
-from onefold.app.cli.arguments import SubParsers, add_json
+from onefold.app.cli.arguments import SubParsers, add_command, natural, print_result
 from onefold.errors import WireError
 
 DESCRIPTION = """\
@@ -17,11 +17,8 @@ Run the store where islands meet, until it is stopped. It keeps a few kilobytes 
 
 def add_to(commands: SubParsers) -> None:
     """Add the command's flags."""
-    summary = "run the store where islands meet"
-    parser = commands.add_parser("meet", help=summary, description=DESCRIPTION)
-    parser.set_defaults(run=run)
-    parser.add_argument("--port", type=int, default=29400, help="port to listen on; 0: a free one")
-    add_json(parser)
+    add = add_command(commands, "meet", run, "run the store where islands meet", DESCRIPTION)
+    add("--port", type=natural, default=29400, help="port to listen on; 0: a free one")
 
 
 def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
@@ -34,9 +31,7 @@ def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
         reason = str(error).splitlines()[0]
         hint = "take another port with --port; 0 takes a free one"
         raise WireError(f"port {arguments.port} to be free", reason, hint=hint) from error
-    if arguments.json:
-        print(json.dumps({"port": store.port}), flush=True)
-    else:
-        print(f"islands meet at port {store.port}", flush=True)
+    print_result(arguments, {"port": store.port}, [f"islands meet at port {store.port}"])
+    sys.stdout.flush()
     threading.Event().wait()
     return 0

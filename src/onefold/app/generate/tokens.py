@@ -55,10 +55,10 @@ class Words:
 
     def of(self, text: str) -> list[int]:
         """See `Tokens`."""
-        found: list[int] = self._tokenizer(text)["input_ids"]
-        if not found:
+        tokens: list[int] = self._tokenizer(text)["input_ids"]
+        if not tokens:
             raise ConfigError("a prompt of one token", repr(text), hint="write a word")
-        return found
+        return tokens
 
     def text(self, tokens: Sequence[int], *, is_last: bool = False) -> str:
         """See `Tokens`. A character may need several tokens, and a space depends on the next."""
@@ -76,9 +76,9 @@ class Streamer:
     """Receives tokens from `generate(streamer=)`: first the prompt, which is passed over."""
 
     def __init__(self, tokens: Tokens, show: Callable[[str], object]) -> None:
-        self.made: list[int] = []
+        self.tokens: list[int] = []
         self.text = ""
-        self._tokens = tokens
+        self._codec = tokens
         self._show = show
         self._has_prompt = False
 
@@ -91,8 +91,8 @@ class Streamer:
 
     def add(self, tokens: list[int], *, is_last: bool = False) -> None:
         """Show the text of further tokens."""
-        self.made += tokens
-        more = self._tokens.text(tokens, is_last=is_last)
+        self.tokens += tokens
+        more = self._codec.text(tokens, is_last=is_last)
         self.text += more
         if more:
             self._show(more)

@@ -21,7 +21,7 @@ from onefold.app.train.job import Job
 from onefold.app.train.memory_table import MeasuredMemory, measure
 from onefold.app.train.prediction import predict, trace_of
 from onefold.app.train.run_record import RunRecorder, write_report
-from onefold.app.train.sample import generate
+from onefold.app.train.sample import one_line, sampled_bytes
 from onefold.app.train.signals import StopRequests
 from onefold.app.train.trained_axes import RunAxes
 from onefold.app.train.trained_axes import preflight as preflight_axes
@@ -37,8 +37,8 @@ from onefold.planner.models.loader import (
     recompute,
     refuse,
 )
-from onefold.recording.closed_form import stage0_nbytes
 from onefold.recording.record_files import prepare
+from onefold.recording.recorder import stage0_nbytes
 from onefold.wire.world import World
 from onefold.wire_config import wire_of
 
@@ -120,11 +120,10 @@ def train(job: Job, world: World, observer: TrainObserver) -> TrainResult:
             trainer.checkpoints.after(step + 1, requests)
     observer.trained()
     module.eval()
-    options = {"seq": job.seq, "seed": job.seed, "num_bytes": job.sample}
     with torch.compiler.set_stance("force_eager") if job.compile else nullcontext():  # new shapes
         held_out = held_out_loss(job, world, trainer, corpus)
         writes = job.sample and job.pp == 1 and job.cp == 1  # it is one forward a byte
-        text = generate(module, corpus.prompt, **options, device=world.device) if writes else ""
+        text = _sample(job, module, corpus.prompt, world.device) if writes else ""
     report = onefold.report(module)
     memory = world.gather(trainer.memory or measure(trainer.recipe, report))
     result = TrainResult(
@@ -142,6 +141,14 @@ def train(job: Job, world: World, observer: TrainObserver) -> TrainResult:
         report="",
     )
     return replace(result, report=write_report(recorder, world, result, meter.step_seconds))
+
+
+def _sample(job: Job, module: nn.Module, prompt: bytes, device: torch.device) -> str:
+    """Return the prompt and the bytes that the module writes, on one line."""
+    written = sampled_bytes(
+        module, prompt, most=job.sample, longest=job.seq, seed=job.seed, device=device
+    )
+    return one_line(prompt + bytes(written))
 
 
 class Trainer:

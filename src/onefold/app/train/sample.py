@@ -1,6 +1,8 @@
-"""Generate a line of text with a trained module, byte by byte."""
+"""Generate text with a module, byte by byte."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -13,22 +15,26 @@ TEMPERATURE = 0.5
 
 
 @torch.no_grad()
-def generate(
-    module: nn.Module, prompt: bytes, *, num_bytes: int, seq: int, seed: int, device: torch.device
-) -> str:
-    """Return `prompt` and `num_bytes` sampled bytes, as text on one line.
+def sampled_bytes(
+    module: nn.Module, prompt: Sequence[int], *, most: int, longest: int, seed: int,
+    device: torch.device, temperature: float = TEMPERATURE,
+) -> Iterator[int]:  # fmt: skip
+    """Yield `most` bytes that follow a prompt, each from one forward over the last `longest` bytes.
 
-    Each byte is one forward over the last `seq` bytes. A collective where the module is sharded:
-    every rank calls it with equal arguments.
+    With `longest` 0 each forward takes all bytes. At temperature 0 the likeliest byte is taken. A
+    collective where the module is sharded: every rank draws the same numbers.
     """
     generator = torch.Generator().manual_seed(seed)
     written = list(prompt)
-    for _ in range(num_bytes):
-        tokens = torch.tensor([written[-seq:]], device=device)
+    for _ in range(most):
+        tokens = torch.tensor([written[-longest:]], device=device)
         logits = logits_of(module, tokens)[0, -1, :VOCAB].float().cpu()
-        chances = torch.softmax(logits / TEMPERATURE, dim=0)
-        written.append(int(torch.multinomial(chances, 1, generator=generator)))
-    return one_line(bytes(written))
+        if temperature > 0:
+            chances = torch.softmax(logits / temperature, dim=0)
+            written.append(int(torch.multinomial(chances, 1, generator=generator)))
+        else:
+            written.append(int(logits.argmax()))
+        yield written[-1]
 
 
 def one_line(text: bytes) -> str:
