@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from onefold.recording.step_record import SpanLine, StepRecord
-from onefold.recording.words import STREAMS
+from onefold.recording.step_record import STREAMS, SpanLine, StepRecord
 
 
 def rows(spans: Sequence[SpanLine]) -> list[tuple[str, list[SpanLine]]]:

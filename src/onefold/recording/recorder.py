@@ -75,7 +75,7 @@ class Recording:
 
         Not a collective. Ranks that share a directory overwrite each other's files.
         """
-        from onefold.recording.record_files import write
+        from onefold.recording.page import write
 
         engine = self._engine
         about = {"stage": engine.recipe.stage.number, "ranks": engine.group.world_size}

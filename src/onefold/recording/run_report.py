@@ -86,7 +86,7 @@ class RankLine:
                    if totals and memory.nbytes[i][highest]}  # fmt: skip
         wait = record.total("compute", "wait") + record.total("compute", "wait_step")
         busy = record.total("compute") + record.total("phase", "step")  # no unit computes in a step
-        sent = sum(each.nbytes for each in record.sent.values())
+        sent = sum(collective.nbytes for collective in record.sent.values())
         return RankLine(
             record.rank, record.seconds, busy - wait, wait, sent, record.peaks, peaks,
             resident_peak_nbytes, at_peak,
@@ -214,22 +214,22 @@ def _typed(wanted: Any, value: Any) -> Any:
             return None
         return value if isinstance(value, arguments) else _typed(arguments[0], value)
     if get_origin(wanted) is tuple:
-        return tuple(_typed(arguments[0], each) for each in value)
+        return tuple(_typed(arguments[0], part) for part in value)
     if get_origin(wanted) is dict:
-        return {str(name): _typed(arguments[1], each) for name, each in value.items()}
+        return {str(name): _typed(arguments[1], part) for name, part in value.items()}
     return wanted(value)
 
 
 def _members(wanted: Any, value: Any) -> Any:
     """Convert an object, or the list of its members. An absent or null member has its default."""
     types = _types(wanted)
-    given = dict(zip(types, value, strict=True)) if isinstance(value, list) else value
-    optional = {each.name for each in fields(wanted)
-                if each.default is not MISSING or each.default_factory is not MISSING}  # fmt: skip
+    members = dict(zip(types, value, strict=True)) if isinstance(value, list) else value
+    optional = {member.name for member in fields(wanted)
+                if (member.default, member.default_factory) != (MISSING, MISSING)}  # fmt: skip
     return wanted(**{
-        name: _typed(kind, given[name])
+        name: _typed(kind, members[name])
         for name, kind in types.items()
-        if name not in optional or given.get(name) is not None
+        if name not in optional or members.get(name) is not None
     })  # fmt: skip
 
 
@@ -243,7 +243,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return round(value, 7) if isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
+        return {key: _plain(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_plain(part) for part in value]
     return value

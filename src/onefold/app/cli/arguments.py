@@ -77,7 +77,8 @@ class Parser(argparse.ArgumentParser):
                 raise ConfigError(f"a flag of `{self.prog}`", name, hint=hint)
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        return action.type(action.option_strings[0], arg_string) if action.type else arg_string
+        parse: Any = action.type
+        return parse(action.option_strings[0], arg_string) if parse else arg_string
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:

@@ -149,7 +149,7 @@ def _generate(
     job: GenerateJob, arguments: argparse.Namespace, world: World, weights: str | None = None
 ) -> int:
     """Generate on this rank; rank 0 prints."""
-    from onefold.app.cli.generated import fact_lines, heading, writer
+    from onefold.app.cli.console import fact_lines, generate_heading, writer
     from onefold.app.generate.run import generate, load, preflight
     from onefold.app.generate.sources import opened
     from onefold.text import show
@@ -161,7 +161,7 @@ def _generate(
     if world.rank > 0:
         generate(job, loaded, world, lambda _: None)
         return 0
-    print(*heading(job, loaded, world.world_size), sep="\n", file=sys.stderr, flush=True)
+    print(*generate_heading(job, loaded, world.world_size), sep="\n", file=sys.stderr, flush=True)
     write = writer(sys.stderr if arguments.json else sys.stdout)
     result = generate(job, loaded, world, write)
     write("\n")

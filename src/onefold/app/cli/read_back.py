@@ -207,7 +207,7 @@ def run_export(arguments: argparse.Namespace, _: Sequence[str]) -> int:
 
 def run_report(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     """Draw the page again; print its sums by rank. The step itself is in report.json."""
-    from onefold.recording.record_files import draw, read
+    from onefold.recording.page import draw, read
 
     report = read(arguments.directory)
     page = str(draw(Path(arguments.directory), report))
@@ -225,7 +225,7 @@ def run_report(arguments: argparse.Namespace, _: Sequence[str]) -> int:
 
 def report_lines(report: RunReport) -> list[str]:
     """Return a heading, and a table of the recorded step by rank."""
-    from onefold.recording.words import KINDS
+    from onefold.recording.step_record import KINDS
 
     shown = report.ranks[:MAX_COLUMNS]
     head = "step" if report.recorded is None else f"step {report.recorded:,d}"

@@ -120,8 +120,8 @@ def _run_rank(arguments: argparse.Namespace, job: Job) -> int:
     end_with_launcher()
     from onefold.app.cli.console import display, result_lines
     from onefold.app.train.checkpoints import Interrupted
-    from onefold.app.train.course import TrainObserver
     from onefold.app.train.loop import train
+    from onefold.app.train.run_record import TrainObserver
     from onefold.tier.host import versions
     from onefold.wire.world import joined
 

@@ -14,11 +14,10 @@ import onefold
 from onefold.app.generate import sources
 from onefold.app.generate.request import GenerateJob
 from onefold.app.generate.sources import Source
-from onefold.app.generate.tokens import Bytes, Streamer, Tokens, Words
+from onefold.app.generate.tokens import TEMPERATURE, Bytes, Streamer, Tokens, Words, sampled_bytes
 from onefold.app.measure import disk_rate
 from onefold.app.tools.bandwidth import Ask, measure_copies
 from onefold.app.train.memory_table import MeasuredMemory, measure
-from onefold.app.train.sample import TEMPERATURE, sampled_bytes
 from onefold.engine.engine import Engine
 from onefold.engine.registry import engine_of
 from onefold.errors import ConfigError, listed
@@ -276,8 +275,8 @@ def kv_cache(job: GenerateJob, model: Any) -> Any:
 def _cache_line(report: KVReport) -> str:
     held = ", ".join(f"{format_bytes(nbytes)} on {tier}" for tier, nbytes in report.held.items())
     written, read = format_bytes(report.written_nbytes), format_bytes(report.read_nbytes)
-    each = f"{report.tokens:,d} tokens of {format_bytes(report.token_nbytes)}"
-    return f"KV cache: {each}; full blocks: {held or 'none'}; {written} written, {read} read"
+    tokens = f"{report.tokens:,d} tokens of {format_bytes(report.token_nbytes)}"
+    return f"KV cache: {tokens}; full blocks: {held or 'none'}; {written} written, {read} read"
 
 
 def _write_bytes(job: GenerateJob, loaded: Loaded, device: torch.device, out: Streamer) -> None:

@@ -274,7 +274,7 @@ def _link_rows(world: World, layout: Layout) -> Iterator[BandwidthRow]:
     transport = engine_of(probe).context.transport
     full = zeros(layout.full_numel)
     received = len(full) // world_size * (world_size - 1)
-    others = [0 if each == rank else len(full) // world_size for each in range(world_size)]
+    others = [0 if peer == rank else len(full) // world_size for peer in range(world_size)]
     arriving = zeros(received)
     cut = MessageLayout(layout.slots, [slot.full_offset for slot in layout.slots], group, 4)
     spread = MessageLayout(layout.slots, None, group, 4)

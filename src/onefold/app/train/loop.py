@@ -11,19 +11,22 @@ import torch
 from torch import Tensor, nn
 
 import onefold
-from onefold.app.train.checkpoints import Checkpoints
+from onefold.app.generate.tokens import one_line, sampled_bytes
+from onefold.app.train.checkpoints import Checkpoints, StopRequests
 from onefold.app.train.checkpoints import preflight as preflight_checkpoints
 from onefold.app.train.corpus import Corpus, Windows, open_corpus, own_rows
-from onefold.app.train.course import Progress, TrainObserver, TrainResult
-from onefold.app.train.deal import RowDeal
-from onefold.app.train.deal import preflight as preflight_deal
 from onefold.app.train.job import Job
 from onefold.app.train.memory_table import MeasuredMemory, measure
-from onefold.app.train.prediction import predict, trace_of
-from onefold.app.train.run_record import RunRecorder, write_report
-from onefold.app.train.sample import one_line, sampled_bytes
-from onefold.app.train.signals import StopRequests
-from onefold.app.train.trained_axes import RunAxes
+from onefold.app.train.run_record import (
+    Progress,
+    RunRecorder,
+    TrainObserver,
+    TrainResult,
+    predict,
+    trace_of,
+    write_report,
+)
+from onefold.app.train.trained_axes import RowDeal, RunAxes
 from onefold.app.train.trained_axes import preflight as preflight_axes
 from onefold.config import Offload, check_offload, offload_of, precision_of, stage_of
 from onefold.engine.registry import engine_of
@@ -37,7 +40,7 @@ from onefold.planner.models.loader import (
     recompute,
     refuse,
 )
-from onefold.recording.record_files import prepare
+from onefold.recording.page import prepare
 from onefold.recording.recorder import stage0_nbytes
 from onefold.wire.world import World
 from onefold.wire_config import wire_of
@@ -60,7 +63,6 @@ def preflight(job: Job, world_size: int) -> Corpus:
     wire_of(job.wire)
     _check_shares(job, world_size)
     preflight_axes(job, world_size)
-    preflight_deal(job, world_size)
     num_data = world_size // job.model_ranks
     smallest = num_data * job.accumulate
     if job.rows < smallest:
@@ -135,7 +137,7 @@ def train(job: Job, world: World, observer: TrainObserver) -> TrainResult:
         text=text,
         num_parameters=trainer.num_parameters,
         offload=report.offload,
-        memory=[replace(each, rank=rank) for rank, each in enumerate(memory)],
+        memory=[replace(measured, rank=rank) for rank, measured in enumerate(memory)],
         stage0=stage0_nbytes(trainer.recipe),
         predicted=predict(job, trainer.recipe, trainer.trace, report),
         report="",
