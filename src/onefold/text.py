@@ -177,12 +177,14 @@ def shell_lines(words: Sequence[str], indent: str = "  ") -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def finite(value: Any) -> Any:
-    """Replace numbers that JSON cannot spell by None."""
+def finite(value: Any, digits: int | None = None) -> Any:
+    """Replace numbers that JSON cannot spell by None; `digits` rounds the others."""
     if isinstance(value, float):
+        if digits is not None and isfinite(value):
+            return round(value, digits)
         return value if isfinite(value) else None
     if isinstance(value, dict):
-        return {key: finite(part) for key, part in value.items()}
+        return {key: finite(part, digits) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(part) for part in value]
+        return [finite(part, digits) for part in value]
     return value

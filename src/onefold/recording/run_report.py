@@ -32,13 +32,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
-from math import isfinite
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from onefold.recording.report import UnitLine
 from onefold.recording.step_record import StepRecord
-from onefold.text import format_share
+from onefold.text import finite, format_share
 
 FORMAT = 1
 
@@ -194,7 +193,7 @@ class RunReport:
         """Convert to plain values in the form above."""
         data: dict[str, Any] = {"format": FORMAT, **asdict(self)}
         data["step"]["changes"] = [[c.time, c.series, c.nbytes] for c in self.step.changes]
-        return _plain(data)
+        return finite(data, digits=7)  # times to 0.1 us
 
     @staticmethod
     def parse(data: Mapping[str, Any]) -> RunReport:
@@ -236,14 +235,3 @@ def _members(wanted: Any, value: Any) -> Any:
 @cache
 def _types(wanted: type) -> dict[str, Any]:
     return get_type_hints(wanted)
-
-
-def _plain(value: Any) -> Any:
-    """Replace numbers that JSON cannot express by None, and round times to 0.1 us."""
-    if isinstance(value, float):
-        return round(value, 7) if isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _plain(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
-    return value

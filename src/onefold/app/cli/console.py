@@ -13,12 +13,11 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from onefold.app.generate.request import GenerateJob
 from onefold.app.generate.run import WARM_PASSES, Generated, Loaded
 from onefold.app.generate.tokens import printable
 from onefold.app.train.checkpoints import Resumed
 from onefold.app.train.corpus import Corpus
-from onefold.app.train.job import Job
+from onefold.app.train.job import GenerateJob, Job
 from onefold.app.train.memory_table import MeasuredMemory, TableRow, compared, rank_table
 from onefold.app.train.run_record import Progress, TrainObserver, TrainResult
 from onefold.recording.recorder import KINDS

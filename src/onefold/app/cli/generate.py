@@ -30,7 +30,7 @@ from onefold.app.cli.launch import (
     launch,
     world_size_of,
 )
-from onefold.app.generate.request import GenerateJob
+from onefold.app.train.job import GenerateJob
 from onefold.errors import ConfigError
 from onefold.text import parse_nbytes
 

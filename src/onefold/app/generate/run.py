@@ -12,11 +12,11 @@ from torch import nn
 
 import onefold
 from onefold.app.generate import sources
-from onefold.app.generate.request import GenerateJob
 from onefold.app.generate.sources import Source
 from onefold.app.generate.tokens import TEMPERATURE, Bytes, Streamer, Tokens, Words, sampled_bytes
 from onefold.app.measure import disk_rate
 from onefold.app.tools.bandwidth import Ask, measure_copies
+from onefold.app.train.job import GenerateJob
 from onefold.app.train.memory_table import MeasuredMemory, measure
 from onefold.engine.engine import Engine
 from onefold.engine.registry import engine_of
