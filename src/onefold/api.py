@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from datetime import timedelta
 from functools import partial
 
@@ -26,7 +27,7 @@ from onefold.layout.ledger import Kind
 from onefold.layout.module_tree import ModuleTree
 from onefold.layout.units import UnitChoice
 from onefold.mixed.speeds import measure, row_shares
-from onefold.recording.report import Report, copied, snapshot, unit_lines
+from onefold.recording.report import Report, snapshot, unit_lines
 from onefold.wire import ranks as meshes
 from onefold.wire.together import announcing, together
 from onefold.wire_config import WireChoice
@@ -234,8 +235,8 @@ def report(module: nn.Module) -> Report:
         memory=snapshot(engine.ledger),
         total=type(engine.ledger.total)(engine.ledger.total.now, engine.ledger.total.peak),
         predicted=_predicted_peaks(engine),
-        traffic=copied(engine.ledger.traffic),
-        last_step=copied(engine.ledger.last_step),
+        traffic=deepcopy(engine.ledger.traffic),
+        last_step=deepcopy(engine.ledger.last_step),
         units=unit_lines(engine.units),
         is_inference=engine.is_inference,
         row_shares=row_shares(engine),

@@ -73,10 +73,10 @@ def _in_largest_unit(number: float, base: int, units: Sequence[str]) -> str:
 
 def parse_nbytes(flag: str, text: str) -> int:
     """Return the bytes of a text with a unit; `ConfigError` names the flag."""
-    found = _SIZE.fullmatch(text)
+    match = _SIZE.fullmatch(text)
     units = {unit.lower(): factor for unit, factor in SIZE_UNITS.items()} | _SHORT
-    factor = units.get(found[2].lower()) if found else None
-    nbytes = int(float(found[1]) * factor) if found and factor else 0
+    factor = units.get(match[2].lower()) if match else None
+    nbytes = int(float(match[1]) * factor) if match and factor else 0
     if nbytes < 1:
         wanted = f"{flag} to be a number above 0 with a unit: {', '.join(SIZE_UNITS)}"
         raise ConfigError(wanted, repr(text), hint=f"{flag} 80GiB")
@@ -177,12 +177,14 @@ def shell_lines(words: Sequence[str], indent: str = "  ") -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def finite(value: Any) -> Any:
-    """Replace numbers that JSON cannot spell by None."""
+def finite(value: Any, digits: int | None = None) -> Any:
+    """Replace numbers that JSON cannot spell by None; `digits` rounds the others."""
     if isinstance(value, float):
+        if digits is not None and isfinite(value):
+            return round(value, digits)
         return value if isfinite(value) else None
     if isinstance(value, dict):
-        return {key: finite(each) for key, each in value.items()}
+        return {key: finite(part, digits) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(each) for each in value]
+        return [finite(part, digits) for part in value]
     return value

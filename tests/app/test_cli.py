@@ -73,6 +73,9 @@ class SlowOutput:
     def flush(self):
         self.stream.flush()
 
+    def isatty(self):
+        return False
+
 
 def slow_to_print():
     if os.environ["RANK"] == "0":

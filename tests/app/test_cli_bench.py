@@ -23,15 +23,9 @@ import torch.distributed as dist
 from onefold.app.cli import bench
 from onefold.app.cli.launch import RESULT
 from onefold.app.cli.main import main
+from onefold.app.measure import BandwidthRow, in_rounds
 from onefold.app.tools import bandwidth
-from onefold.app.tools.bandwidth import (
-    ADAM_NBYTES,
-    STATE_NBYTES,
-    Ask,
-    BandwidthRow,
-    in_rounds,
-    measure_link,
-)
+from onefold.app.tools.bandwidth import ADAM_NBYTES, STATE_NBYTES, Ask, measure_link
 from onefold.compose.tiers import is_memory
 from onefold.errors import ConfigError
 from onefold.wire.collectives import Group

@@ -165,7 +165,7 @@ def test_export_writes_safetensors(saved, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("flags", "told"),
-    [(["--dtype", "int3"], "--dtype fp32"), (["--max-shard-size", "9XB"], "with a unit"),
+    [(["--dtype", "int3"], "--dtype to be fp32 or"), (["--max-shard-size", "9XB"], "with a unit"),
      (["--max-shard-size", "0MB"], "with a unit")],
 )  # fmt: skip
 def test_export_refuses_flags_it_does_not_know(saved, tmp_path, capsys, flags, told):

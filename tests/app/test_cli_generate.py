@@ -15,7 +15,7 @@ from torch import nn
 
 import onefold
 from onefold.app.cli.main import main
-from onefold.app.generate.meter import PassMeter
+from onefold.app.generate.run import PassMeter
 from onefold.app.generate.tokens import Bytes, Streamer, Words, printable
 from onefold.engine.registry import engine_of
 from onefold.inference.pass_plan import InferenceAsk, plan_inference
@@ -158,9 +158,9 @@ def test_a_plan_reads_tables_by_the_row_and_heads_in_blocks(world_size, tmp_path
 
 
 def test_a_plan_traces_the_cache_of_a_model_and_its_activations(llama):
-    from onefold.app.generate.sources import found, skeleton
+    from onefold.app.generate.sources import opened, skeleton
 
-    with found(str(llama)) as source:
+    with opened(str(llama)) as source:
         module = skeleton(source)
     ask = InferenceAsk(
         budget=1 << 20, rest=None, offload="cpu", ranks=1, device_type="cpu", context=64,
@@ -366,7 +366,7 @@ def test_errors_of_a_model_are_named_before_its_weights_are_read(llama, capsys, 
     assert "at most 128 tokens" in capsys.readouterr().err
     assert main([*flags, "--kv-budget", "1MiB"]) == 2
     assert "a folder for keys and values" in capsys.readouterr().err
-    monkeypatch.setattr("onefold.app.generate.sources.find_spec", lambda _: None)
+    monkeypatch.setattr("onefold.planner.models.loader.find_spec", lambda _: None)
     assert main(flags) == 2
     assert 'pip install "onefold[hf]"' in capsys.readouterr().err
 

@@ -13,14 +13,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import onefold
+from onefold.app.generate.tokens import one_line
 from onefold.app.tools.machine import checks, describe
 from onefold.app.tools.parity import difference
 from onefold.app.train.corpus import Corpus, Split, Windows, open_corpus, own_rows
-from onefold.app.train.course import Progress, TrainObserver
 from onefold.app.train.job import Job
 from onefold.app.train.loop import preflight, schedule, train
 from onefold.app.train.memory_table import expected_nbytes, measure
-from onefold.app.train.sample import one_line
+from onefold.app.train.run_record import Progress, TrainObserver
 from onefold.config import STAGES
 from onefold.engine.registry import engine_of
 from onefold.errors import ConfigError

@@ -19,10 +19,10 @@ from torch.utils.checkpoint import checkpoint
 
 import onefold
 from onefold import Offload
-from onefold.app.train.course import TrainObserver
 from onefold.app.train.job import Job
 from onefold.app.train.loop import preflight
 from onefold.app.train.loop import train as train_job
+from onefold.app.train.run_record import TrainObserver
 from onefold.engine.activations import Limits
 from onefold.engine.registry import engine_of
 from onefold.planner.trace import tokens_of, trace

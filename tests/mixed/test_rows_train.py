@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from onefold.app.cli.arguments import Parser
 from onefold.app.cli.train import add_to, job_of
-from onefold.app.train.course import TrainObserver
 from onefold.app.train.job import Job
 from onefold.app.train.loop import Trainer, preflight, train
+from onefold.app.train.run_record import TrainObserver
 from onefold.engine.registry import engine_of
 from onefold.errors import ConfigError
 from onefold.layout.observer import members_of

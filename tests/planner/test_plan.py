@@ -520,7 +520,7 @@ def test_the_figures_of_the_page_are_computed():
 
 def test_a_prediction_is_drawn_over_units_and_the_step_alone():
     from onefold.app.train.job import Job
-    from onefold.app.train.prediction import predict, trace_of
+    from onefold.app.train.run_record import predict, trace_of
     from onefold.wire.collectives import Group
     from onefold.wire.world import World
 

@@ -16,8 +16,8 @@ import onefold
 from onefold.errors import StateError
 from onefold.layout.ledger import Usage
 from onefold.layout.observer import Stream
-from onefold.recording.heap import allocator_probe
-from onefold.recording.perfetto import chrome_trace, rows
+from onefold.recording.page import chrome_trace, rows
+from onefold.recording.recorder import allocator_probe
 from onefold.recording.run_report import RunReport
 from onefold.recording.step_record import TORCH, StepRecord, union
 from tests.support.models import Model, next_token_loss, token_batches

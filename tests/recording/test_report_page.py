@@ -17,11 +17,9 @@ import torch
 
 import onefold
 from onefold.errors import ConfigError
-from onefold.recording.page import MAX_COLUMNS, MAX_POINTS, averaged, contents, page
-from onefold.recording.record_files import read, write
+from onefold.recording.page import MAX_COLUMNS, MAX_POINTS, averaged, contents, page, read, write
 from onefold.recording.run_report import PlanLines, RankLine, RunReport, Training
-from onefold.recording.step_record import TORCH, Change
-from onefold.recording.words import KINDS, VERBS
+from onefold.recording.step_record import KINDS, TORCH, VERBS, Change
 from onefold.text import format_bytes, format_share
 from tests.support import made_up
 from tests.support.commands import onefold as command

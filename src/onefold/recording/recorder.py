@@ -14,26 +14,34 @@ collectives, and the host times changes of bytes.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from threading import get_ident
 
 import torch
 from torch import nn
 
+from onefold.config import STAGES, Offload
 from onefold.engine.engine import Engine
 from onefold.engine.registry import engine_of
 from onefold.errors import StateError
+from onefold.layout.flat import unit_bytes
 from onefold.layout.ledger import Ledger, Traffic
 from onefold.layout.observer import Stream, members_of
-from onefold.recording.closed_form import stage0_nbytes
-from onefold.recording.heap import allocator_probe
-from onefold.recording.report import copied, unit_lines
+from onefold.recipe import Recipe
+from onefold.recording.report import unit_lines
 from onefold.recording.run_report import RunReport
 from onefold.recording.step_record import TORCH, Change, Sent, Series, SpanLine, StepRecord
+from onefold.wire_config import Wire
+
+KINDS: tuple[str, ...] = ("weight", "master", "grad", "optimizer")
+"""Kinds of state that stay between backward and step, which the closed form covers."""
 
 Moment = float | torch.Event
 """Seconds on the recorder's clock, or an event on a stream of the device."""
@@ -67,7 +75,7 @@ class Recording:
 
         Not a collective. Ranks that share a directory overwrite each other's files.
         """
-        from onefold.recording.record_files import write
+        from onefold.recording.page import write
 
         engine = self._engine
         about = {"stage": engine.recipe.stage.number, "ranks": engine.group.world_size}
@@ -88,7 +96,7 @@ def record(module: nn.Module) -> Iterator[Recording]:
     """
     engine = engine_of(module)
     ledger = engine.ledger
-    if any(isinstance(each, Recorder) for each in members_of(ledger.observer)):
+    if any(isinstance(member, Recorder) for member in members_of(ledger.observer)):
         wanted, got = "one recording of a module at a time", "a second one inside the first"
         where, hint = f"rank {engine.group.rank}", "end the block of one step before the next"
         raise StateError(wanted, got, where=where, hint=hint)
@@ -129,7 +137,7 @@ class Recorder:
         self._spans: list[tuple[Stream, str, str, tuple[Moment, Moment], int]] = []
         self._bytes = [(0.0, str(kind), tier, usage.now) for (kind, tier), usage in
                        ledger.usage.items()]  # fmt: skip
-        self._sent_before = copied(ledger.traffic)
+        self._sent_before = deepcopy(ledger.traffic)
         self._stopped = 0.0  # seconds for which the clock stood still
         self._probed_at = 0.0
         self._stopped_at: float | None = None  # not None while the clock stands still
@@ -231,16 +239,80 @@ class Recorder:
 
     def _sent(self) -> dict[str, Sent]:
         """Calls and bytes since the step began, by collective."""
-        sent: dict[str, Sent] = {}
-        for name, now in self._ledger.traffic.items():
-            before = self._sent_before.get(name, Traffic())
-            since = Sent(now.calls - before.calls, now.sent_nbytes - before.sent_nbytes)
-            if since.calls > 0 or since.nbytes > 0:
-                sent[name] = since
-        return sent
+        sent = {
+            name: now.since(self._sent_before.get(name, Traffic()))
+            for name, now in self._ledger.traffic.items()
+        }
+        return {name: Sent(t.calls, t.sent_nbytes) for name, t in sent.items() if t != Traffic()}
 
 
 def _event(device: torch.device) -> torch.Event:
     event = torch.Event(device, enable_timing=True)
     event.record()
     return event
+
+
+# the allocator
+
+_FIELDS = (
+    "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks",
+    "keepcost",
+)  # fmt: skip
+
+
+class _Mallinfo2(ctypes.Structure):
+    """The struct of glibc's malloc.h, from 2.33 on."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in _FIELDS]
+
+
+def allocator_probe(device: torch.device) -> Callable[[], int] | None:
+    """Return a function for the bytes that torch's allocator has handed out; None without one.
+
+    The bytes are exact, with activations and temporaries. On a GPU torch's caching allocator counts
+    them. On the CPU torch uses malloc, and glibc's `mallinfo2` reports the bytes of all threads. It
+    walks the free blocks, for about 0.1 ms. A dispatch mode or the profiler would slow down every
+    operation, and see one thread only.
+    """
+    if device.type != "cpu":
+        return lambda: torch.accelerator.memory_allocated(device)
+    if sys.platform != "linux":
+        return None
+    try:
+        mallinfo2 = ctypes.CDLL(None).mallinfo2
+    except (OSError, AttributeError):  # another libc, or an old one
+        return None
+    mallinfo2.restype = _Mallinfo2
+
+    def handed_out() -> int:
+        info = mallinfo2()
+        return int(info.uordblks) + int(info.hblkhd)
+
+    return handed_out
+
+
+# the closed form
+
+
+def expected_nbytes(recipe: Recipe, shard: int = 0) -> dict[str, int]:
+    """Compute the bytes by kind on a rank once every parameter has a gradient.
+
+    Units that are stepped in backward keep no gradient.
+    """
+    totals = dict.fromkeys(KINDS, 0)
+    for unit in recipe.units:
+        here = None if unit.ranks else shard  # a mesh of its own: at most
+        nbytes = unit_bytes(
+            unit.members, recipe.on(unit.ranks), here, is_tiled=unit.tile_nbytes > 0
+        )
+        is_early = recipe.offload.step_in_backward and unit.is_offloaded
+        totals["weight"] += nbytes.weight
+        totals["master"] += nbytes.master if nbytes.has_master or unit.is_offloaded else 0
+        totals["grad"] += 0 if is_early else nbytes.grad
+        totals["optimizer"] += nbytes.moments
+    return totals
+
+
+def stage0_nbytes(recipe: Recipe) -> dict[str, int]:
+    """Compute the bytes by kind that every rank would hold at stage 0, all on the device."""
+    return expected_nbytes(replace(recipe, stage=STAGES[0], offload=Offload(), wire=Wire()))

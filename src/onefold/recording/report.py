@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from onefold.layout.ledger import Ledger, Traffic, Usage
-from onefold.text import format_share
+from onefold.text import columns, format_share
 
 if TYPE_CHECKING:  # `onefold report` writes a page without torch
     from onefold.unit.unit import Unit
@@ -94,13 +95,13 @@ class Report:
         below = {kind: self.predicted.get(kind, 0) for kind in UPPER_BOUNDS}
         below["all"] = sum(below.values())  # at the peak of all, a kind may be far below its own
         smallest = self.predicted.get("all", 0) / 100
-        found: dict[str, tuple[int, int]] = {}
+        off: dict[str, tuple[int, int]] = {}
         for kind, got in measured.items():
             wanted = self.predicted.get(kind, 0)
             allowed = max(smallest, TOLERANCE * got)
             if not wanted - allowed - below.get(kind, 0) <= got <= wanted + allowed:
-                found[kind] = wanted, got
-        return found
+                off[kind] = wanted, got
+        return off
 
     @property
     def verdict(self) -> str:
@@ -122,19 +123,21 @@ class Report:
         lines += [f"planned: {self.offload}"] * bool(self.offload)
         lines += [f"note: {note}" for note in self.notes]
         if len(set(self.row_shares)) > 1:
-            lines += [f"rows by speed: {', '.join(format_share(each) for each in self.row_shares)}"]
-        lines += ["kind           tier          now bytes         peak bytes"]
-        for kind, tiers in self.memory.items():
-            lines += [
-                f"{kind:14s} {tier:8s} {usage.now:14,d} {usage.peak:18,d}"
-                for tier, usage in tiers.items()
-            ]
-        lines += [f"{'all':14s} {'':8s} {self.total.now:14,d} {self.total.peak:18,d}"]
+            lines += [f"rows by speed: {', '.join(map(format_share, self.row_shares))}"]
+        usages = [(kind, tier, usage) for kind, tiers in self.memory.items()
+                  for tier, usage in tiers.items()]  # fmt: skip
+        held = [
+            (kind, tier, f"{usage.now:,d}", f"{usage.peak:,d}")
+            for kind, tier, usage in [*usages, ("all", "", self.total)]
+        ]
+        lines += columns([("kind", "tier", "now bytes", "peak bytes"), *held], "<<>")
         lines += [self.verdict] if self.steps else []
-        lines += ["collective          calls     bytes sent   last step"]
-        for name, traffic in self.traffic.items():
-            last = self.last_step.get(name, Traffic()).sent_nbytes
-            lines += [f"{name:16s} {traffic.calls:8d} {traffic.sent_nbytes:14,d} {last:11,d}"]
+        sent = [
+            (name, f"{traffic.calls}", f"{traffic.sent_nbytes:,d}",
+             f"{self.last_step.get(name, Traffic()).sent_nbytes:,d}")
+            for name, traffic in self.traffic.items()
+        ]  # fmt: skip
+        lines += columns([("collective", "calls", "bytes sent", "last step"), *sent], "<>")
         return "\n".join(lines)
 
 
@@ -155,10 +158,5 @@ def snapshot(ledger: Ledger) -> dict[str, dict[str, Usage]]:
     """Copy the ledger's usage, by kind and tier."""
     memory: dict[str, dict[str, Usage]] = {}
     for (kind, tier), usage in ledger.usage.items():
-        memory.setdefault(str(kind), {})[tier] = Usage(usage.now, usage.peak)
+        memory.setdefault(str(kind), {})[tier] = copy(usage)
     return memory
-
-
-def copied(traffic: dict[str, Traffic]) -> dict[str, Traffic]:
-    """Copy traffic, so that later collectives do not change it."""
-    return {name: Traffic(now.calls, now.sent_nbytes) for name, now in traffic.items()}

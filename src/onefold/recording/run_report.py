@@ -32,13 +32,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
-from math import isfinite
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from onefold.recording.report import UnitLine
 from onefold.recording.step_record import StepRecord
-from onefold.text import format_share
+from onefold.text import finite, format_share
 
 FORMAT = 1
 
@@ -86,7 +85,7 @@ class RankLine:
                    if totals and memory.nbytes[i][highest]}  # fmt: skip
         wait = record.total("compute", "wait") + record.total("compute", "wait_step")
         busy = record.total("compute") + record.total("phase", "step")  # no unit computes in a step
-        sent = sum(each.nbytes for each in record.sent.values())
+        sent = sum(collective.nbytes for collective in record.sent.values())
         return RankLine(
             record.rank, record.seconds, busy - wait, wait, sent, record.peaks, peaks,
             resident_peak_nbytes, at_peak,
@@ -194,7 +193,7 @@ class RunReport:
         """Convert to plain values in the form above."""
         data: dict[str, Any] = {"format": FORMAT, **asdict(self)}
         data["step"]["changes"] = [[c.time, c.series, c.nbytes] for c in self.step.changes]
-        return _plain(data)
+        return finite(data, digits=7)  # times to 0.1 us
 
     @staticmethod
     def parse(data: Mapping[str, Any]) -> RunReport:
@@ -214,36 +213,25 @@ def _typed(wanted: Any, value: Any) -> Any:
             return None
         return value if isinstance(value, arguments) else _typed(arguments[0], value)
     if get_origin(wanted) is tuple:
-        return tuple(_typed(arguments[0], each) for each in value)
+        return tuple(_typed(arguments[0], part) for part in value)
     if get_origin(wanted) is dict:
-        return {str(name): _typed(arguments[1], each) for name, each in value.items()}
+        return {str(name): _typed(arguments[1], part) for name, part in value.items()}
     return wanted(value)
 
 
 def _members(wanted: Any, value: Any) -> Any:
     """Convert an object, or the list of its members. An absent or null member has its default."""
     types = _types(wanted)
-    given = dict(zip(types, value, strict=True)) if isinstance(value, list) else value
-    optional = {each.name for each in fields(wanted)
-                if each.default is not MISSING or each.default_factory is not MISSING}  # fmt: skip
+    members = dict(zip(types, value, strict=True)) if isinstance(value, list) else value
+    optional = {member.name for member in fields(wanted)
+                if (member.default, member.default_factory) != (MISSING, MISSING)}  # fmt: skip
     return wanted(**{
-        name: _typed(kind, given[name])
+        name: _typed(kind, members[name])
         for name, kind in types.items()
-        if name not in optional or given.get(name) is not None
+        if name not in optional or members.get(name) is not None
     })  # fmt: skip
 
 
 @cache
 def _types(wanted: type) -> dict[str, Any]:
     return get_type_hints(wanted)
-
-
-def _plain(value: Any) -> Any:
-    """Replace numbers that JSON cannot express by None, and round times to 0.1 us."""
-    if isinstance(value, float):
-        return round(value, 7) if isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return value

@@ -134,3 +134,65 @@ def union(intervals: Iterable[tuple[float, float]]) -> Iterator[tuple[float, flo
             merged = start, stop
     if merged is not None:
         yield merged
+
+
+# words for people, on the page of a report and in the terminal
+
+KINDS = {
+    "weight": "weights at rest",
+    "master": "fp32 master weights",
+    "optimizer": "optimizer states",
+    "ema": "moving averages of weights",
+    "anchor": "anchors of islands",
+    "grad": "gradients, reduced",
+    "partial_grad": "gradients, not yet reduced",
+    "feedback": "error feedback of coded gradients",
+    "secondary": "secondary weight shards of the node",
+    "unsharded": "unsharded weights, gathered",
+    "activation": "activations, offloaded",
+    "kv_cache": "keys and values of past tokens",
+    "staging": "staging slots of offload tiers",
+    "wire": "buffers of collectives",
+    TORCH: "activations and temporaries (torch)",
+}
+"""Kinds of bytes from the bottom of the stack up: states, gradients, short-lived buffers."""
+
+TIERS = {"device": "device memory", "cpu": "CPU memory", "disk": "disk"}
+
+VERBS = {
+    "forward": "forward",
+    "recompute": "forward again (recompute)",
+    "backward": "backward",
+    "wait": "waiting for a collective",
+    "wait_step": "waiting for a background step",
+    "unpack": "unpacking gathered weights",
+    "average": "averaging received gradients",
+    "gather": "gather of weights",
+    "reduce_scatter": "reduce-scatter of gradients",
+    "fetch": "fetch from an offload tier",
+    "flush": "flush to an offload tier",
+    "step": "optimizer step",
+}
+
+STREAMS = {
+    "phase": "phase",
+    "compute": "compute",
+    "gather": "gather weights",
+    "reduce": "reduce gradients",
+    "tier": "fetch and flush (offload)",
+    "background": "optimizer steps in the background",
+}
+
+COLLECTIVES = {
+    "gather": "weights (gather)",
+    "reduce_scatter": "gradients (reduce-scatter)",
+    "control": "flags and 0-dim parameters",
+    "whole_matrix": "matrices of matrix optimizers",
+}
+
+
+def known_first(words: Iterable[str], known: Iterable[str]) -> list[str]:
+    """Return the distinct words: known ones in the order of `known`, then the others."""
+    distinct = dict.fromkeys(words)
+    first = [word for word in known if word in distinct]
+    return first + [word for word in distinct if word not in first]

@@ -1,20 +1,27 @@
-"""Parse arguments: one line for a mistake, and values checked with their flag's name."""
+"""Declare commands and their flags; parse them, with one line for a mistake; print a result.
+
+The `type` of a flag is a function of the flag's name, for its message, and of the text.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
+from functools import partial
 from math import inf, isfinite
 from typing import Any, NoReturn
 
 from onefold.errors import ConfigError
+from onefold.text import finite, show
 
 SubParsers = Any
 """The result of `add_subparsers`, whose class is private to argparse."""
 
+FlagType = Callable[[str, str], Any]
 
 MAX_HELP_WIDTH = 100
 
@@ -31,7 +38,7 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         return action.help if has_none else super()._get_help_string(action)
 
 
-class RawHelpFormatter(_HelpFormatter, argparse.RawDescriptionHelpFormatter):
+class _RawHelpFormatter(_HelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Keeps the lines of a description."""
 
 
@@ -69,6 +76,10 @@ class Parser(argparse.ArgumentParser):
                 hint = hint or f"`{self.prog} --help` lists the flags"
                 raise ConfigError(f"a flag of `{self.prog}`", name, hint=hint)
 
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        parse: Any = action.type
+        return parse(action.option_strings[0], arg_string) if parse else arg_string
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
             return
@@ -90,10 +101,27 @@ def one_line(error: BaseException) -> str:
     return f"{line} (hint: {' '.join(hint.split())})" if hint else line
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add `--json`, which every command has."""
+def add_command(
+    commands: SubParsers, name: str, run: Callable[..., int], summary: str, description: str
+) -> Callable[..., Any]:
+    """Add a command, which has `--json` as all have; return the function that adds its flags."""
+    is_laid_out = "\n  " in description
+    parser = commands.add_parser(
+        name, help=summary, description=description,
+        formatter_class=_RawHelpFormatter if is_laid_out else _HelpFormatter,
+    )  # fmt: skip
+    parser.set_defaults(run=run, default_of=parser.get_default)
     help_text = "print one JSON object instead, progress to stderr"
     parser.add_argument("--json", action="store_true", help=help_text)
+    return parser.add_argument
+
+
+def print_result(arguments: argparse.Namespace, facts: Any, lines: Iterable[str]) -> None:
+    """Print the facts as one JSON object, or the lines and tables for people."""
+    if arguments.json:
+        print(json.dumps(finite(facts)))
+    else:
+        show(lines, sys.stdout)
 
 
 def whole(flag: str, text: str, *, least: int) -> int:
@@ -105,6 +133,10 @@ def whole(flag: str, text: str, *, least: int) -> int:
     if number < least:
         raise _refused(flag, f"a whole number of at least {least}", text)
     return number
+
+
+positive, natural = partial(whole, least=1), partial(whole, least=0)
+"""Types of flags."""
 
 
 def real(flag: str, text: str, *, above: float = -inf, least: float = -inf) -> float:
@@ -127,7 +159,29 @@ def share(flag: str, text: str) -> float:
     return number
 
 
-def word_or_number(text: str) -> Any:
+def weights(flag: str, text: str) -> tuple[float, ...]:
+    """Parse "3,1" as weights; integers keep their ratios exactly."""
+    numbers = [real(flag, part, least=0) for part in text.split(",")]
+    return tuple(int(number) if number == int(number) else number for number in numbers)
+
+
+def or_auto(parse: FlagType) -> FlagType:
+    """Return a type that takes "auto" as well."""
+    return lambda flag, text: text if text == "auto" else parse(flag, text)
+
+
+def one_of(words: Sequence[str], hint: str) -> FlagType:
+    """Return the type of a flag whose value is one of some words."""
+
+    def parse(flag: str, text: str) -> str:
+        if text not in words:
+            raise ConfigError(f"{flag} to be {' or '.join(words)}", repr(text), hint=hint)
+        return text
+
+    return parse
+
+
+def word_or_number(_: str, text: str) -> Any:
     """Return the number that `text` spells, or the text."""
     return int(text) if text.isdecimal() else text
 

@@ -1,11 +1,11 @@
-"""Show a run of `onefold train`: a progress bar or plain lines, then loss, memory table and text.
+"""Show runs of `onefold train` and `onefold generate`: progress or text, then a memory table.
 
 All text is ASCII, except for the bar, which rich draws as the terminal can.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from math import log
 from typing import TextIO
 
@@ -13,21 +13,21 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from onefold.app.generate.run import WARM_PASSES, Generated, Loaded
+from onefold.app.generate.tokens import printable
 from onefold.app.train.checkpoints import Resumed
 from onefold.app.train.corpus import Corpus
-from onefold.app.train.course import Progress, TrainObserver, TrainResult
-from onefold.app.train.job import Job
-from onefold.app.train.memory_table import MeasuredMemory
-from onefold.recording.closed_form import KINDS
+from onefold.app.train.job import GenerateJob, Job
+from onefold.app.train.memory_table import MeasuredMemory, TableRow, compared, rank_table
+from onefold.app.train.run_record import Progress, TrainObserver, TrainResult
+from onefold.recording.recorder import KINDS
 from onefold.text import (
     WIDTH,
-    columns,
-    common_unit,
     counted,
     format_bytes,
+    format_rate,
     format_seconds,
-    in_unit,
-    show,
+    format_share,
     wrapped,
 )
 
@@ -36,6 +36,12 @@ NUM_LINES = 10
 
 MAX_COLUMNS = 3
 """Ranks that the memory table shows; of more it shows the first ones, and whether all agree."""
+
+WORDS = {"unsharded": "unsharded, peak", "staging": "staging, peak", "wire": "wire, peak"}
+"""Rows of the table besides weights at rest."""
+
+MAX_NAMES = 8
+"""Units that stay, by name; of more their number is enough."""
 
 
 class Lines(TrainObserver):
@@ -122,46 +128,38 @@ def heading(job: Job, corpus: Corpus, num_parameters: int, world_size: int) -> s
     return "\n".join(line for part in parts for line in wrapped(part))
 
 
-def print_result(result: TrainResult, stream: TextIO) -> None:
-    """Print held-out loss, memory table and text, for people."""
+def result_lines(result: TrainResult) -> list[str]:
+    """Return held-out loss, memory table and text, for people."""
     bits = result.held_out / log(2)
     loss = f"held-out loss {result.held_out:.3f} nats per byte ({bits:.2f} bits)"
     speed = f"{result.tokens_per_s:,.0f} bytes/s for {format_seconds(result.seconds)}"
     report = [f"\nreport: {result.report}"] * bool(result.report)
-    show(
-        [f"\n{loss}   {speed}\n", *memory_table(result), *_text_lines(result.text), *report], stream
-    )
+    table = memory_table(result)
+    return [f"\n{loss}   {speed}\n", *table, *_text_lines(result.text), *report]
 
 
 def memory_table(result: TrainResult) -> list[str]:
     """List bytes by kind on each rank, beside the expected ones and those of stage 0."""
-    shown, predicted = result.memory[:MAX_COLUMNS], result.predicted
-    peaks = [memory.total_peak for memory in shown]
-    name, unit = common_unit(max(*peaks, sum(result.stage0.values())))
-    rows = [[f"memory in {name}", *(f"rank {m.rank}" for m in shown), "expected", "stage 0"]]
-
-    def add(row: str, nbytes: Sequence[int], expected: str = "", stage0: int | None = None) -> None:
-        last = "" if stage0 is None else in_unit(stage0, unit)
-        rows.append([row, *(in_unit(each, unit) for each in nbytes), expected, last])
-
+    memory, predicted, stage0 = result.memory, result.predicted, result.stage0
+    rows: list[TableRow] = []
     for kind in KINDS:
-        nbytes = [memory.now.get(kind, 0) for memory in result.memory]
-        wanted = [memory.expected[kind] for memory in result.memory]
-        if any(nbytes) or any(wanted):
-            verdict = "equal" if wanted == nbytes else in_unit(wanted[0], unit)
-            add(_named(kind, shown[0]), nbytes[: len(shown)], verdict, result.stage0[kind])
-    sums = [sum(memory.now.get(kind, 0) for kind in KINDS) for memory in shown]
-    add("together, after a step", sums, "", sum(result.stage0.values()))
-    add("peak, no activations", peaks, in_unit(predicted.ledger_nbytes, unit) if predicted else "")
-    if any(tier != "device" for tiers in shown[0].tiers.values() for tier in tiers):
-        add("peak of the process", [memory.resident_peak for memory in shown])
+        nbytes, expected = [rank.held(kind) for rank in memory], compared(memory, kind)
+        if any(nbytes) or expected != "equal":
+            rows.append((_named(kind, memory[0]), nbytes, expected, stage0[kind]))
+    sums, whole = [sum(map(rank.held, KINDS)) for rank in memory], sum(stage0.values())
+    rows.append(("together, after a step", sums, "", whole))
+    peaks = [rank.total_peak for rank in memory]
+    rows.append(("peak, no activations", peaks, predicted.ledger_nbytes if predicted else ""))
+    if any(tier != "device" for tiers in memory[0].tiers.values() for tier in tiers):
+        rows.append(("peak of the process", [rank.resident_peak for rank in memory]))
     notes = ["expected: the closed form"]
     if predicted:
         notes = [f"{notes[0]}; for the peak, the prediction for rank 0", predicted.verdict]
     notes += [f"planned for rank 0: {result.offload}"] if result.offload else []
-    if len(result.memory) > len(shown):
-        notes.append(f"(the first {len(shown)} of {len(result.memory)} ranks; --json has all)")
-    return [*columns(rows, "<>"), *(line for note in notes for line in wrapped(note))]
+    return rank_table(
+        memory, rows, notes, heads=["expected", "stage 0"],
+        largest=max(*peaks[:MAX_COLUMNS], whole), most=MAX_COLUMNS,
+    )  # fmt: skip
 
 
 def _text_lines(text: str) -> list[str]:
@@ -182,3 +180,93 @@ def _resumed_line(resumed: Resumed) -> str:
 
 def _speed(progress: Progress) -> str:
     return f"loss {progress.loss:.3f}   {progress.tokens_per_s:,.0f} bytes/s"
+
+
+# onefold generate
+
+
+def generate_heading(job: GenerateJob, loaded: Loaded, world_size: int) -> list[str]:
+    """Describe the run that is about to start."""
+    units = loaded.recipe.units
+    kept = sum(unit.stays for unit in units)
+    rest = {None: "exact", "int8": "in int8", "int4": "in int4"}[job.rest]
+    tier = {"device": "on the device", "cpu": "in CPU memory", "disk": "on disk"}
+    place = tier[loaded.recipe.offload.parameters]
+    place = "in the model's own files" if loaded.recipe.reads_files else place
+    budget = loaded.recipe.inference.budget if loaded.recipe.inference else 0
+    lines = [
+        f"{loaded.source.name}: {loaded.num_parameters:,d} parameters, weights rest {rest} "
+        f"{place}" + (f", over {counted(world_size, 'rank')}" if world_size > 1 else ""),
+        f"{kept} of {counted(len(units), 'unit')} stay within a budget of {format_bytes(budget)}; "
+        f"prompt of {len(loaded.prompt):,d} {loaded.tokens.name}",
+    ]
+    lines += [f"note: {loaded.source.note}"] if loaded.source.note else []
+    return [part for line in lines for part in wrapped(line)]
+
+
+def writer(stream: TextIO) -> Callable[[str], None]:
+    """Return a function that writes text at once, with characters that steer terminals escaped."""
+    encoding = stream.encoding or "utf-8"
+
+    def write(text: str) -> None:
+        safe = printable(text).encode(encoding, "backslashreplace").decode(encoding)
+        stream.write(safe)
+        stream.flush()
+
+    return write
+
+
+def fact_lines(result: Generated) -> list[str]:
+    """Return speed, bytes and memory, for people."""
+    return ["", *_speed_lines(result), "", *_generate_table(result), *_stay_lines(result)]
+
+
+def _speed_lines(result: Generated) -> list[str]:
+    passes, link = result.passes, result.link
+    lines = [
+        f"{counted(result.num_tokens, 'token')} in {result.seconds:.2f} s: "
+        f"{result.tokens_per_s:,.2f} tokens/s; the first pass took {result.first_seconds:.2f} s",
+        f"{passes.number:,d} {'pass' if passes.number == 1 else 'passes'}, "
+        f"{result.tokens_a_pass:.2f} tokens a pass",
+    ]
+    if passes.nbytes:
+        rate = passes.nbytes / passes.seconds
+        which = f"each pass after {WARM_PASSES}" if passes.is_warm else "on average a pass"
+        lines[-1] += f"; {which} read {format_bytes(passes.nbytes)} a rank"
+        lines.append(f"from {link.name}: {format_rate(rate)}")
+        if link.rate:
+            lines[-1] += (
+                f", {format_share(link.share(passes))} of the {format_rate(link.rate)} measured"
+            )
+    else:
+        lines[-1] += "; no weight moves"
+    return [part for line in lines for part in wrapped(line)]
+
+
+def _generate_table(result: Generated) -> list[str]:
+    """List bytes by kind on each rank, as `onefold train` does."""
+    memory = result.memory
+    tiers = " and ".join(memory[0].tiers.get("weight", []))
+    weights = [rank.held("weight") for rank in memory]
+    rows: list[TableRow] = [(f"weight on {tiers}", weights, compared(memory, "weight"))]
+    for kind, word in WORDS.items():
+        peaks = [rank.peak.get(kind, 0) for rank in memory]
+        rows += [(word, peaks)] if any(peaks) else []
+    rows.append(("peak, no activations", [rank.total_peak for rank in memory]))
+    rows.append(("peak of the process", [rank.resident_peak for rank in memory]))
+    notes = [f"expected: the closed form; the budget for weights was {format_bytes(result.budget)}"]
+    return rank_table(
+        memory, rows, [*notes, *result.notes], heads=["expected"], most=MAX_COLUMNS,
+        largest=max(rank.total_peak + rank.held("weight") for rank in memory[:MAX_COLUMNS]),
+    )  # fmt: skip
+
+
+def _stay_lines(result: Generated) -> list[str]:
+    kept = len(result.stays)
+    if kept in (0, result.num_units):
+        word = "no unit stays" if kept == 0 else "all units stay"
+        return [f"{word} on the device between passes"]
+    names = ", ".join(result.stays[:MAX_NAMES]) + (", ..." if kept > MAX_NAMES else "")
+    return wrapped(
+        f"{kept} of {result.num_units} units stay, {format_bytes(result.stay_nbytes)}: {names}"
+    )

@@ -1,6 +1,8 @@
-"""Launch local ranks through torch's own elastic launcher.
+"""Launch local ranks through torch's own elastic launcher, and report the failure of one.
 
-Each rank is the same command line again, with RANK in its environment.
+Each rank is the same command line again, with RANK in its environment. Ranks of our launcher print
+no errors. Each writes its error to the file that torch's elastic agent names, and the launcher
+prints the error that caused the others.
 """
 
 from __future__ import annotations
@@ -11,13 +13,16 @@ import os
 import signal
 import sys
 import tempfile
+import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from onefold.app.cli.failures import LAUNCHER, leave_line, print_failure
-from onefold.errors import ConfigError
+from onefold.app.cli.arguments import one_line
+from onefold.errors import ConfigError, OnefoldError, WireError
 from onefold.wire import launcher
 
 if TYPE_CHECKING:
@@ -25,11 +30,19 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+LAUNCHER = "ONEFOLD_LAUNCHER_PID"
+"""Environment variable with the process number of our launcher."""
+
 PIDS = "ONEFOLD_PIDS"
 """Environment variable with the folder to which ranks write their process numbers."""
 
 GRACE_S = 5
 """Seconds between a request to end and the kill."""
+
+
+def is_rank() -> bool:
+    """True in a process that a launcher started: ours, or any that sets torch's variables."""
+    return "RANK" in os.environ or os.environ.get("WORLD_SIZE", "") not in ("", "1")
 
 
 def world_size_of(ranks: int | None) -> int:
@@ -41,11 +54,11 @@ def world_size_of(ranks: int | None) -> int:
     return world_size
 
 
-def default_ranks() -> int:
-    """Return one rank for each GPU, or two without a GPU."""
+def default_ranks(on_cpu: int = 2) -> int:
+    """Return one rank for each GPU, or `on_cpu` without a GPU."""
     import torch
 
-    return torch.accelerator.device_count() or 2
+    return torch.accelerator.device_count() or on_cpu
 
 
 def launch(argv: Sequence[str], ranks: int, *, passes_stops_on: bool = False) -> int:
@@ -165,7 +178,7 @@ def measure_in_ranks(argv: Sequence[str], ranks: int) -> tuple[int, Any]:
 
 
 def measure_as_rank(measure: Callable[[World], T]) -> T | None:
-    """Join the other ranks and measure. Return the result if this rank is the one to print it.
+    """Join the other ranks and measure. Return the result if this rank is to print it.
 
     Ranks of `measure_in_ranks` use CPUs alone, and rank 0 writes the result for the launcher. Under
     torchrun, rank 0 prints.
@@ -175,10 +188,78 @@ def measure_as_rank(measure: Callable[[World], T]) -> T | None:
 
     path = os.environ.get(RESULT)
     with joined(use_gpus=path is None) as world:
-        found = measure(world)
-    if world.rank > 0:
-        return None
-    if path is None:
-        return found
-    Path(path).write_text(json.dumps(found))
-    return None
+        result = measure(world)
+    if world.rank == 0 and path is not None:
+        Path(path).write_text(json.dumps(result))
+    return result if world.rank == 0 and path is None else None
+
+
+# failures
+
+
+@dataclass(frozen=True, slots=True)
+class RankFailure:
+    """The failure of a rank. `is_echo`: a failed peer caused it."""
+
+    rank: int
+    code: int
+    line: str  # empty: the rank has printed it
+    trace: str  # of errors that are not ours
+    is_echo: bool
+
+
+def record_failure(error: BaseException | None, code: int) -> bool:
+    """Write a rank's failure for our launcher; return False if another one started the rank.
+
+    Without an error, the command has printed its findings, as a failed check.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if "RANK" not in os.environ or LAUNCHER not in os.environ or not path:
+        return False
+    is_ours = error is None or isinstance(error, OnefoldError)
+    line = "" if error is None else one_line(error)
+    failure = RankFailure(
+        rank=int(os.environ["RANK"]),
+        code=code,
+        line=line if is_ours else f"{type(error).__name__}: {line}",
+        trace="" if is_ours else "".join(traceback.format_exception(error)),
+        is_echo=isinstance(error, WireError) or "gloo" in str(error) or "NCCL" in str(error),
+    )
+    now = {"timestamp": str(int(time.time())), "py_callstack": failure.trace}
+    message = {"message": failure.line, "extraInfo": now}  # torch's format
+    Path(path).write_text(json.dumps({"message": message, "onefold": asdict(failure)}))
+    return True
+
+
+def print_failure(prog: str, folder: str, exit_codes: dict[int, int]) -> int:
+    """Print the failure that caused the others; return its exit code.
+
+    `folder` holds the ranks' files. `exit_codes` are negative where a signal ended the rank.
+    """
+    killed = {
+        rank: -code for rank, code in exit_codes.items() if code < 0 and -code != signal.SIGTERM
+    }
+    files = (json.loads(path.read_text()) for path in Path(folder).rglob("error.json"))
+    failures = [RankFailure(**file["onefold"]) for file in files if "onefold" in file]
+    failures.sort(key=lambda failure: (failure.is_echo, -failure.code, failure.rank))
+    if failures and not (failures[0].is_echo and killed):
+        first = failures[0]
+        if not first.line:
+            return first.code
+        leave_line()
+        where = "" if first.code == 2 else f"rank {first.rank}: "  # bad input is bad on all ranks
+        print(f"{first.trace}{prog}: {where}{first.line}", file=sys.stderr)
+        return first.code
+    leave_line()
+    rank, code = next(iter((killed or exit_codes).items()))
+    ending = f"by {signal.Signals(code).name}" if killed else f"with exit code {code}"
+    hint = " (hint: the system may be out of memory)" if code == signal.SIGKILL else ""
+    print(f"{prog}: expected every rank to finish, rank {rank} ended {ending}{hint}",
+          file=sys.stderr)  # fmt: skip
+    return 1
+
+
+def leave_line() -> None:
+    """Show the cursor again, below the progress bar of a killed rank."""
+    if sys.stderr.isatty():
+        print("\x1b[?25h", file=sys.stderr)

@@ -76,7 +76,7 @@ def _end_interrupted(argv: list[str]) -> NoReturn:
 
 def _run(argv: list[str]) -> int:
     """Run a command until its output is written; return the exit code."""
-    from onefold.app.cli.failures import record_failure
+    from onefold.app.cli.launch import record_failure
 
     try:
         arguments = _parse(argv)
@@ -111,18 +111,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 def _parser() -> argparse.ArgumentParser:
     import onefold
-    from onefold.app.cli import (
-        bench,
-        check,
-        doctor,
-        export,
-        generate,
-        inspect,
-        meet,
-        plan,
-        report,
-        train,
-    )  # fmt: skip
+    from onefold.app.cli import bench, check, doctor, generate, meet, plan, read_back, train
     from onefold.app.cli.arguments import Parser
 
     parser = Parser(
@@ -133,8 +122,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"onefold {onefold.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     parser.set_defaults(run=lambda *_: parser.print_help() or 0)
-    for command in (train, plan, check, generate, report, doctor, bench, inspect, export, meet):
-        command.add_to(commands)
+    for add in (
+        train.add_to, plan.add_to, check.add_to, generate.add_to, read_back.add_report,
+        doctor.add_to, bench.add_to, read_back.add_checkpoints, meet.add_to,
+    ):  # fmt: skip
+        add(commands)
     return parser
 
 
@@ -143,7 +135,7 @@ def _failed(prog: str, error: Exception) -> int:
     from traceback import print_exception
 
     from onefold.app.cli.arguments import one_line
-    from onefold.app.cli.failures import record_failure
+    from onefold.app.cli.launch import record_failure
     from onefold.errors import ConfigError, OnefoldError
 
     code = 2 if isinstance(error, ConfigError) else 1

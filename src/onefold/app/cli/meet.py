@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
+import sys
 import threading
 from collections.abc import Sequence
 
-from onefold.app.cli.arguments import SubParsers, add_json
+from onefold.app.cli.arguments import SubParsers, add_command, natural, print_result
 from onefold.errors import ConfigError, WireError
 
 DESCRIPTION = """\
@@ -20,14 +20,9 @@ same one reach the store."""
 
 def add_to(commands: SubParsers) -> None:
     """Add the command's flags."""
-    summary = "run the store where islands meet"
-    parser = commands.add_parser("meet", help=summary, description=DESCRIPTION)
-    parser.set_defaults(run=run)
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen at, one of this host"
-    )
-    parser.add_argument("--port", type=int, default=29400, help="port to listen on; 0: a free one")
-    add_json(parser)
+    add = add_command(commands, "meet", run, "run the store where islands meet", DESCRIPTION)
+    add("--host", default="127.0.0.1", help="address to listen at, one of this host")
+    add("--port", type=natural, default=29400, help="port to listen on; 0: a free one")
 
 
 def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
@@ -45,10 +40,8 @@ def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
         hint = "take another port with --port; 0 takes a free one"
         wanted = f"port {arguments.port} of {host} to be free"
         raise WireError(wanted, reason, hint=hint) from error
-    if arguments.json:
-        print(json.dumps({"port": port}), flush=True)
-    else:
-        print(f"islands meet at {host}, port {port}", flush=True)
+    print_result(arguments, {"port": port}, [f"islands meet at {host}, port {port}"])
+    sys.stdout.flush()
     threading.Event().wait()
     del store
     return 0

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import onefold
 from onefold.app.generate import sources
-from onefold.app.generate.meter import Passes, PassMeter, copy_rate, disk_rate, files_of
-from onefold.app.generate.request import GenerateJob
 from onefold.app.generate.sources import Source
-from onefold.app.generate.tokens import Bytes, Streamer, Tokens, Words
+from onefold.app.generate.tokens import TEMPERATURE, Bytes, Streamer, Tokens, Words, sampled_bytes
+from onefold.app.measure import disk_rate
+from onefold.app.tools.bandwidth import Ask, measure_copies
+from onefold.app.train.job import GenerateJob
 from onefold.app.train.memory_table import MeasuredMemory, measure
-from onefold.app.train.sample import TEMPERATURE
+from onefold.engine.engine import Engine
 from onefold.engine.registry import engine_of
 from onefold.errors import ConfigError, listed
-from onefold.planner.models.gpt import GPT, VOCAB
-from onefold.planner.models.loader import logits_of
+from onefold.planner.models.gpt import GPT
 from onefold.planner.passes import Use, streamed_nbytes, verb_of
 from onefold.recipe import Recipe
 from onefold.text import format_bytes
+from onefold.tier.disk import BlockFile, DiskStore
+from onefold.tier.files import FileStore
+from onefold.tier.host import MIB
 from onefold.wire.world import World
 
 if TYPE_CHECKING:
@@ -32,6 +35,12 @@ if TYPE_CHECKING:
 
 MAX_NOTES = 4
 """Matrices that rest exact, by name; of more their number is enough."""
+
+WARM_PASSES = 3
+"""Passes that are not measured: the first reads units that stay, the next ones learn the order."""
+
+COPIES = Ask(0.2, 128 * MIB)
+"""A measurement of copies to a device."""
 
 LOOKUP_TOKENS = 10
 """Tokens that prompt lookup proposes for a pass: as many as transformers' documentation takes."""
@@ -47,6 +56,58 @@ class Loaded:
     num_parameters: int
     source: Source
     recipe: Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Forwards of the whole module. Bytes and seconds are means over those after the warm-up."""
+
+    number: int
+    seconds: float  # of a pass
+    nbytes: int  # that this rank read from its tier in a pass
+    is_warm: bool  # False: too few passes; then the first ones count
+
+
+class PassMeter:
+    """Counts the forwards of a module, and the bytes that its disk tier reads."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._engine = engine_of(module)
+        self.number = 0
+        self.first_s = 0.0  # when the first pass was over
+        self.begun_s = time.perf_counter()
+        self._from = (0, self.begun_s, self._read())
+        module.register_forward_hook(lambda *_: self._passed())
+
+    def _passed(self) -> None:
+        self.number += 1
+        if self.number == 1:
+            self.first_s = time.perf_counter()
+        if self.number == WARM_PASSES:
+            self._from = (self.number, time.perf_counter(), self._read())
+
+    def passes(self) -> Passes:
+        """Return the means, once the last pass is over."""
+        now, read = time.perf_counter(), self._read()
+        first, begun, before = self._from
+        if first == self.number:  # no pass since
+            first, begun, before = 0, self.begun_s, 0
+        number = max(1, self.number - first)
+        return Passes(
+            self.number, (now - begun) / number, round((read - before) / number), first > 0
+        )
+
+    def _read(self) -> int:
+        """Bytes read so far, those of the next pass that are under way included."""
+        for unit in self._engine.units:
+            unit.await_reads()
+        return sum(file.read_nbytes for file in files_of(self._engine))
+
+
+def files_of(engine: Engine) -> Sequence[BlockFile]:
+    """Return the files in which this rank's weights rest; none without a disk tier."""
+    store = engine.context.tiers.weight
+    return store.files if isinstance(store, DiskStore | FileStore) else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,33 +197,27 @@ def _check_length(module: nn.Module, length: int, job: GenerateJob) -> None:
 
 
 def generate(
-    job: GenerateJob, loaded: Loaded, world: World | None, show: Callable[[str], object]
+    job: GenerateJob, loaded: Loaded, world: World, show: Callable[[str], object]
 ) -> Generated:
     """Generate, and measure. A collective; `show` receives text as it comes."""
     module, engine = loaded.module, engine_of(loaded.module)
-    device = engine.context.store.device
     streamer, meter = Streamer(loaded.tokens, show), PassMeter(module)
-    begun = time.perf_counter()
-    prompt = torch.tensor([loaded.prompt], device=device)
-    with torch.no_grad():
-        if loaded.source.config is not None:
-            cache = _generate(job, loaded, prompt, streamer)
-        else:
-            cache = None
-            _write_bytes(job, module, prompt, streamer)
+    begun, cache = time.perf_counter(), None
+    if loaded.source.config is not None:
+        cache = _generate(job, loaded, streamer)
+    else:
+        _write_bytes(job, loaded, engine.context.store.device, streamer)
     seconds = time.perf_counter() - begun
-    passes = meter.passes()
-    passes, link = _link(loaded.recipe, passes, module, world)
+    passes, link = _link(loaded, meter.passes(), world)
     planned = zip(engine.units, engine.recipe.units, strict=True)
     kept = [unit for unit, plan in planned if plan.stays]
     report = onefold.report(module)
-    mine = measure(loaded.recipe, report)
     notes = [] if cache is None else [_cache_line(cache.report())]
     notes += listed(list(report.notes), most=MAX_NOTES)
     return Generated(
         text=streamer.text,
         num_prompt=len(loaded.prompt),
-        num_tokens=len(streamer.made),
+        num_tokens=len(streamer.tokens),
         seconds=seconds,
         first_seconds=meter.first_s - begun,
         passes=passes,
@@ -172,12 +227,13 @@ def generate(
         num_units=len(engine.units),
         stay_nbytes=sum(unit.unsharded.tensor.nbytes for unit in kept),
         expected_nbytes=_streamed(loaded.recipe, module),
-        memory=world.gather(mine) if world is not None else [mine],
+        memory=world.gather(measure(loaded.recipe, report)),
         notes=notes,
     )
 
 
-def _generate(job: GenerateJob, loaded: Loaded, prompt: Tensor, streamer: Streamer) -> Any:
+@torch.no_grad()
+def _generate(job: GenerateJob, loaded: Loaded, streamer: Streamer) -> Any:
     """Call the model's own `generate`; return the KV cache in tiers, if there is one."""
     from transformers.utils import logging
 
@@ -196,6 +252,8 @@ def _generate(job: GenerateJob, loaded: Loaded, prompt: Tensor, streamer: Stream
     if model.generation_config.pad_token_id is None:
         options["pad_token_id"] = 0  # one row needs none; without it transformers warns
     torch.manual_seed(job.seed)
+    device = engine_of(loaded.module).context.store.device
+    prompt = torch.tensor([loaded.prompt], device=device)
     model.generate(
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=job.max_new_tokens,
         streamer=streamer, **options,
@@ -217,30 +275,20 @@ def kv_cache(job: GenerateJob, model: Any) -> Any:
 def _cache_line(report: KVReport) -> str:
     held = ", ".join(f"{format_bytes(nbytes)} on {tier}" for tier, nbytes in report.held.items())
     written, read = format_bytes(report.written_nbytes), format_bytes(report.read_nbytes)
-    each = f"{report.tokens:,d} tokens of {format_bytes(report.token_nbytes)}"
-    return f"KV cache: {each}; full blocks: {held or 'none'}; {written} written, {read} read"
+    tokens = f"{report.tokens:,d} tokens of {format_bytes(report.token_nbytes)}"
+    return f"KV cache: {tokens}; full blocks: {held or 'none'}; {written} written, {read} read"
 
 
-def _write_bytes(job: GenerateJob, module: nn.Module, prompt: Tensor, streamer: Streamer) -> None:
-    """Generate with a module that has no `generate`: a pass over all tokens for each new one.
-
-    A collective where the module is sharded: every rank draws the same numbers.
-    """
-    generator = torch.Generator().manual_seed(job.seed)
-    temperature = TEMPERATURE if job.temperature is None else job.temperature
-    written = prompt[0].tolist()
-    longest = module.positions.num_embeddings if isinstance(module, GPT) else 0
-    for _ in range(job.max_new_tokens):
-        tokens = torch.tensor([written[-longest:]], device=prompt.device)
-        logits = logits_of(module, tokens)[0, -1, :VOCAB].float().cpu()
-        if temperature > 0:
-            chances = torch.softmax(logits / temperature, dim=0)
-            token = int(torch.multinomial(chances, 1, generator=generator))
-        else:
-            token = int(logits.argmax())
-        written.append(token)
-        streamer.add([token])
-    streamer.end()
+def _write_bytes(job: GenerateJob, loaded: Loaded, device: torch.device, out: Streamer) -> None:
+    """Generate with a module that has no `generate`: a pass over all tokens for each new one."""
+    module = loaded.module
+    for token in sampled_bytes(
+        module, loaded.prompt, most=job.max_new_tokens, seed=job.seed, device=device,
+        longest=module.positions.num_embeddings if isinstance(module, GPT) else 0,
+        temperature=TEMPERATURE if job.temperature is None else job.temperature,
+    ):  # fmt: skip
+        out.add([token])
+    out.end()
 
 
 def _streamed(recipe: Recipe, module: nn.Module) -> int:
@@ -261,20 +309,17 @@ def _streamed(recipe: Recipe, module: nn.Module) -> int:
     return streamed_nbytes(recipe, engine.context.rest_rank, uses)
 
 
-def _link(
-    recipe: Recipe, passes: Passes, module: nn.Module, world: World | None
-) -> tuple[Passes, WeightLink]:
+def _link(loaded: Loaded, passes: Passes, world: World) -> tuple[Passes, WeightLink]:
     """Measure the way that weights take. A collective: ranks that share a disk read together."""
-    engine = engine_of(module)
-    if files_of(engine):
-        if world is not None:
-            world.gather(0)  # all ranks begin
-        return passes, WeightLink("disk", disk_rate(files_of(engine)) if passes.nbytes else 0.0)
-    nbytes = _streamed(recipe, module)
-    passes = Passes(passes.number, passes.seconds, nbytes, passes.is_warm)
-    device = engine.context.store.device
-    if nbytes == 0:
+    files = files_of(engine_of(loaded.module))
+    if files:
+        world.gather(0)  # all ranks begin
+        return passes, WeightLink("disk", disk_rate(files) if passes.nbytes else 0.0)
+    passes = replace(passes, nbytes=_streamed(loaded.recipe, loaded.module))
+    if passes.nbytes == 0:
         return passes, WeightLink("", 0.0)
-    if recipe.rests_near:
+    if loaded.recipe.rests_near:
         return passes, WeightLink("other ranks", 0.0)
-    return passes, WeightLink("copies to the device", copy_rate(device))
+    copies = measure_copies(COPIES)
+    rate = copies["h2d_pinned"]["bytes_per_s"] if copies else 0.0
+    return passes, WeightLink("copies to the device", rate)

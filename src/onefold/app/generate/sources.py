@@ -8,11 +8,9 @@ config.json, a preset, module:function        random weights
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,7 +25,7 @@ from onefold.checkpoint.offline import export
 from onefold.checkpoint.safetensors import PretrainedFiles
 from onefold.errors import CheckpointError, ConfigError
 from onefold.planner.models.gpt import GPT, PRESETS, VOCAB
-from onefold.planner.models.loader import build_model, described, refuse
+from onefold.planner.models.loader import build_model, check_config, described, refuse
 from onefold.tier.host import no_garbage
 
 CONFIG = "config.json"
@@ -41,7 +39,7 @@ LONGEST = 1024
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A model that was found. `files`: the folder of its weights; None: random weights."""
+    """A model to generate with. `files`: the folder of its weights; None: random weights."""
 
     name: str
     config: Path | None  # of a Hugging Face model
@@ -54,7 +52,7 @@ class Source:
 
 
 @contextmanager
-def found(model: str) -> Iterator[Source]:
+def opened(model: str) -> Iterator[Source]:
     """Yield the source that `model` names; a checkpoint is exported for as long as it is used.
 
     Raises `ConfigError` for a name that is none, and `CheckpointError` for a damaged checkpoint.
@@ -83,18 +81,18 @@ def is_checkpoint(path: Path) -> bool:
 
 def _of_files(model: str) -> Source:
     path = Path(model)
-    if path.is_dir():
+    is_folder = path.is_dir()
+    config = path / CONFIG if is_folder else path
+    has_config = config.exists() if is_folder else model.endswith(".json")
+    if is_folder:
         _check_files(path)
-        config = path / CONFIG
-        if config.exists():
-            _check_config(config)
-        return Source(model, config if config.exists() else None, path)
-    if model.endswith(".json"):
-        _check_config(path)
-        return Source(model, path, None)
+    if has_config:
+        check_config(config)
+    if is_folder or has_config:
+        return Source(model, config if has_config else None, path if is_folder else None)
     if model not in PRESETS and ":" not in model:
         known = f"a folder of weights, a {CONFIG}, {', '.join(PRESETS)} or module:function"
-        got = f"{model!r}, which is a file" if path.exists() else f"{model!r}, which is not there"
+        got = f"{model!r}, which is {'a file' if path.exists() else 'not there'}"
         hint = "name the folder that holds the safetensors files"
         raise ConfigError(f"--model to be {known}", got, hint=hint)
     refuse(model, LONGEST)
@@ -111,24 +109,6 @@ def _check_files(folder: Path) -> None:
             hint = "download or save the folder again"
             wanted = f"regular files in {str(folder)!r}"
             raise CheckpointError(wanted, f"{path.name!r}: {error.strerror}", hint=hint) from error
-
-
-def _check_config(path: Path) -> None:
-    try:
-        nbytes_of(path)
-        config = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        hint = "pass the config.json itself, or the folder that holds it"
-        wanted = f"a readable Hugging Face config.json at {str(path)!r}"
-        raise ConfigError(wanted, described(error), hint=hint) from error
-    if not isinstance(config, dict) or "model_type" not in config:
-        hint = "pass the config.json of a Hugging Face language model"
-        wanted = f"{str(path)!r} to have a model_type"
-        raise ConfigError(wanted, "a file without it", hint=hint)
-    if find_spec("transformers") is None:
-        wanted = "the transformers package, to build a model from config.json"
-        hint = 'pip install "onefold[hf]"; byte models of `onefold train` need no package'
-        raise ConfigError(wanted, "an environment without it", hint=hint)
 
 
 def build(source: Source, *, has_values: bool = False) -> nn.Module:
@@ -171,8 +151,8 @@ def _of_config(source: Source, path: Path, *, has_values: bool) -> nn.Module:
         with nullcontext() if has_values else torch.device("meta"):
             module = kind.from_config(config, trust_remote_code=False)
         if (path.parent / "generation_config.json").exists():
-            given = GenerationConfig.from_pretrained(path.parent, local_files_only=True)
-            module.generation_config = given
+            options = GenerationConfig.from_pretrained(path.parent, local_files_only=True)
+            module.generation_config = options
     except CheckpointError:
         raise
     except Exception as error:
@@ -200,8 +180,8 @@ def _byte_gpt(folder: Path) -> nn.Module:
         layers = 1 + max(int(parts[1]) for parts in named if parts[0] == "blocks")
     except (KeyError, ValueError, IndexError):
         seq, width, layers = 0, 0, 0
-    sizes = (each for each in PRESETS.values() if (each.num_layers, each.width) == (layers, width))
-    config = next(sizes, None)
+    presets = {(preset.num_layers, preset.width): preset for preset in PRESETS.values()}
+    config = presets.get((layers, width))
     if config is None:
         raise ConfigError(
             f"a {CONFIG} beside the weights in {str(folder)!r}",

@@ -1,14 +1,20 @@
-"""Text to tokens and back: through a tokenizer, or with bytes as tokens; printed as they come."""
+"""Text to tokens and back, through a tokenizer or with bytes as tokens; and bytes from a module."""
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from onefold.errors import ConfigError
+from onefold.planner.models.gpt import VOCAB
+from onefold.planner.models.loader import logits_of
+
+TEMPERATURE = 0.5
+"""Below 1 prefers likely bytes; a small model is readable only well below it."""
 
 
 class Tokens(Protocol):
@@ -55,10 +61,10 @@ class Words:
 
     def of(self, text: str) -> list[int]:
         """See `Tokens`."""
-        found: list[int] = self._tokenizer(text)["input_ids"]
-        if not found:
+        tokens: list[int] = self._tokenizer(text)["input_ids"]
+        if not tokens:
             raise ConfigError("a prompt of one token", repr(text), hint="write a word")
-        return found
+        return tokens
 
     def text(self, tokens: Sequence[int], *, is_last: bool = False) -> str:
         """See `Tokens`. A character may need several tokens, and a space depends on the next."""
@@ -76,9 +82,9 @@ class Streamer:
     """Receives tokens from `generate(streamer=)`: first the prompt, which is passed over."""
 
     def __init__(self, tokens: Tokens, show: Callable[[str], object]) -> None:
-        self.made: list[int] = []
+        self.tokens: list[int] = []
         self.text = ""
-        self._tokens = tokens
+        self._codec = tokens
         self._show = show
         self._has_prompt = False
 
@@ -91,8 +97,8 @@ class Streamer:
 
     def add(self, tokens: list[int], *, is_last: bool = False) -> None:
         """Show the text of further tokens."""
-        self.made += tokens
-        more = self._tokens.text(tokens, is_last=is_last)
+        self.tokens += tokens
+        more = self._codec.text(tokens, is_last=is_last)
         self.text += more
         if more:
             self._show(more)
@@ -108,3 +114,31 @@ def printable(text: str) -> str:
         char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode()
         for char in text
     )
+
+
+def one_line(text: bytes) -> str:
+    """Return bytes as printable ASCII, with all others escaped."""
+    return text.decode("utf-8", "replace").encode("unicode_escape").decode("ascii")
+
+
+@torch.no_grad()
+def sampled_bytes(
+    module: nn.Module, prompt: Sequence[int], *, most: int, longest: int, seed: int,
+    device: torch.device, temperature: float = TEMPERATURE,
+) -> Iterator[int]:  # fmt: skip
+    """Yield `most` bytes that follow a prompt, each from one forward over the last `longest` bytes.
+
+    With `longest` 0 each forward takes all bytes. At temperature 0 the likeliest byte is taken. A
+    collective where the module is sharded: every rank draws the same numbers.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    written = list(prompt)
+    for _ in range(most):
+        tokens = torch.tensor([written[-longest:]], device=device)
+        logits = logits_of(module, tokens)[0, -1, :VOCAB].float().cpu()
+        if temperature > 0:
+            chances = torch.softmax(logits / temperature, dim=0)
+            written.append(int(torch.multinomial(chances, 1, generator=generator)))
+        else:
+            written.append(int(logits.argmax()))
+        yield written[-1]

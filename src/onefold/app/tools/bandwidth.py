@@ -1,47 +1,45 @@
-"""Measure how fast this machine moves bytes, and how much of that speed the engine reaches.
-
-A measurement is a table of `BandwidthRow`s: a name, the bytes that an action moves, the action.
-`in_rounds` runs the rows in turn, round after round, so a machine that slows down slows all rows. A
-rate is the median of its rounds. It may name another rate as its ceiling.
-"""
+"""Measure how fast this machine moves bytes, and how much of that speed the engine reaches."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 from torch import nn
 
 import onefold
+from onefold.app.measure import (
+    REQUEST_NBYTES,
+    BandwidthRow,
+    Measured,
+    in_rounds,
+    move_all,
+    request_views,
+    requests_of,
+    waiter,
+)
 from onefold.compose.tiers import is_memory
 from onefold.config import Offload
 from onefold.engine.blocks import BLOCK_NUMEL
 from onefold.engine.registry import engine_of
 from onefold.errors import ConfigError
-from onefold.layout.ledger import Ledger
 from onefold.layout.rows import Layout
 from onefold.text import format_bytes
 from onefold.tier.cpu import HostStore
-from onefold.tier.disk import DiskStore, SwapFile
-from onefold.tier.host import MIB, free_host_nbytes, usable_cores, versions
-from onefold.tier.slots import host_room
+from onefold.tier.disk import BlockFile, DiskStore, SwapFile
+from onefold.tier.host import MIB, free_host_nbytes, usable_cores
 from onefold.tier.workers import NUM_DISK_STEPPERS
 from onefold.wire.message_cut import MessageLayout
 from onefold.wire.transport import Reduction
 from onefold.wire.world import World
-
-LEAST_ROUNDS, MOST_ROUNDS = 3, 99
-"""Odd numbers, so that the median is one of the rounds."""
 
 ROW = 1024
 """Elements in a row of a measured weight: one page of fp32, so no block is padded."""
@@ -55,9 +53,6 @@ writes the last three. In bf16 the narrow gradient and weight make up for the ma
 
 STATE_NBYTES = 12
 """Bytes on disk per parameter: fp32 weight, exp_avg, exp_avg_sq. A step reads and writes all."""
-
-REQUEST_NBYTES = 4 * BLOCK_NUMEL
-"""Bytes of one read or write: a step's block of fp32 state."""
 
 CPU_NBYTES, DISK_NBYTES, LINK_NBYTES = 64 * MIB, 96 * MIB, 32 * MIB
 """Bytes of one tensor, of the state on disk, and of a gathered buffer, where `--mib` is absent."""
@@ -83,68 +78,6 @@ class Ask:
     seconds: float  # for all rounds together, about
     nbytes: int | None = None
     threads: int | None = None
-
-
-Measured = dict[str, Any]
-"""A result, in the form of the JSON of `onefold bench`: `in_rounds` says which keys all have."""
-
-
-# rounds
-
-
-@dataclass(frozen=True, slots=True)
-class BandwidthRow:
-    """One row: `action` moves `nbytes`; `finish` waits for work that the action left behind."""
-
-    name: str
-    nbytes: int
-    action: Callable[[], object]
-    of: str = ""
-    parameters: int = 0  # stepped by one action
-    finish: Callable[[], object] = lambda: None
-
-    def seconds(self) -> float:
-        """Time one action."""
-        begun = time.perf_counter()
-        self.action()
-        self.finish()
-        return time.perf_counter() - begun
-
-
-def in_rounds(
-    rows: Sequence[BandwidthRow],
-    seconds: float,
-    agree: Callable[[int], int] = lambda rounds: rounds,
-) -> Measured:
-    """Return the number of rounds, their seconds, the rates by name, and this machine's versions.
-
-    Two rounds of warm-up come first. `agree` gives all ranks the same number of rounds.
-    """
-    for row in rows:
-        row.seconds()
-    once = sum(row.seconds() for row in rows)
-    rounds = agree(min(MOST_ROUNDS, max(LEAST_ROUNDS, int(seconds / max(once, 1e-6)))) | 1)
-    found: dict[str, list[float]] = {row.name: [] for row in rows}
-    begun = time.perf_counter()
-    for _ in range(rounds):
-        for row in rows:
-            found[row.name].append(row.nbytes / row.seconds())
-    took = time.perf_counter() - begun
-    rates = {row.name: _rate(row, found) for row in rows}
-    return {"rounds": rounds, "seconds": took, "rates": rates, "versions": versions()}
-
-
-def _rate(row: BandwidthRow, found: dict[str, list[float]]) -> dict[str, Any]:
-    own = found[row.name]
-    middle = median(own)
-    return {
-        "bytes_per_s": middle,
-        "lowest": min(own),
-        "highest": max(own),
-        "parameters_per_s": middle * row.parameters / row.nbytes if row.parameters else None,
-        "of": row.of,
-        "share": middle / median(found[row.of]) if row.of else None,
-    }
 
 
 # the engine's step
@@ -276,36 +209,16 @@ def measure_disk(paths: Sequence[Path], ask: Ask) -> Measured:
 
 
 def _request_rows(
-    files: Sequence[SwapFile], pool: ThreadPoolExecutor, threads: int
+    files: Sequence[BlockFile], pool: ThreadPoolExecutor, threads: int
 ) -> Iterator[BandwidthRow]:
-    """Yield reads, writes, and half of each, of the files in which the engine keeps its state.
-
-    The written numbers are random, as a drive may compress zeros, and valid weights and moments.
-    """
-    nbytes = [os.fstat(file.fd).st_size for file in files]
-    requests = [
-        (at, file, min(REQUEST_NBYTES, end - at))
-        for file, end in zip(files, nbytes, strict=True)
-        for at in range(0, end, REQUEST_NBYTES)
-    ]
-    requests.sort(key=lambda request: request[0])  # the files in turn
-    room = host_room(threads * REQUEST_NBYTES, Ledger())
-    memory = room.tensor(threads * REQUEST_NBYTES // 4, torch.float32).uniform_()
-    views: list[Any] = [each.numpy().data.cast("B") for each in memory.chunk(threads)]
-
-    def move_all(is_read: Callable[[int], bool]) -> None:
-        left = iter(requests)  # each free thread takes the next request
-
-        def work(view: memoryview) -> None:
-            for at, file, length in left:
-                move = file.read if is_read(at // REQUEST_NBYTES) else file.write
-                move(at, view[:length])
-
-        list(pool.map(work, views))
-
-    yield BandwidthRow("read", sum(nbytes), partial(move_all, lambda _: True))
-    yield BandwidthRow("write", sum(nbytes), partial(move_all, lambda _: False))
-    yield BandwidthRow("mixed", sum(nbytes), partial(move_all, lambda number: number % 2 == 0))
+    """Yield reads, writes, and half of each, of the files in which the engine keeps its state."""
+    requests, views = requests_of(files), request_views(threads)
+    nbytes = sum(length for _, _, length in requests)
+    shares: dict[str, Callable[[int], bool]] = {
+        "read": lambda _: True, "write": lambda _: False, "mixed": lambda at: at % 2 == 0,
+    }  # fmt: skip
+    for name, reads in shares.items():
+        yield BandwidthRow(name, nbytes, partial(move_all, pool, requests, views, reads))
 
 
 def _check_room(paths: Sequence[Path], nbytes: int) -> None:
@@ -361,7 +274,7 @@ def _link_rows(world: World, layout: Layout) -> Iterator[BandwidthRow]:
     transport = engine_of(probe).context.transport
     full = zeros(layout.full_numel)
     received = len(full) // world_size * (world_size - 1)
-    others = [0 if each == rank else len(full) // world_size for each in range(world_size)]
+    others = [0 if peer == rank else len(full) // world_size for peer in range(world_size)]
     arriving = zeros(received)
     cut = MessageLayout(layout.slots, [slot.full_offset for slot in layout.slots], group, 4)
     spread = MessageLayout(layout.slots, None, group, 4)
@@ -393,7 +306,3 @@ def measure_copies(ask: Ask) -> dict[str, Any]:
         for name, (target, source) in ways.items()
     ]  # fmt: skip
     return in_rounds(table, ask.seconds)["rates"]
-
-
-def waiter(device: torch.device) -> Callable[[], object]:
-    return torch.cuda.synchronize if device.type == "cuda" else lambda: None

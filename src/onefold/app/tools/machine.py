@@ -7,10 +7,10 @@ import platform
 import resource
 import shutil
 import tempfile
-import timeit
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from onefold.adapters.versions import outside
+from onefold.app.measure import highest_rate
 from onefold.app.tools.bandwidth import Ask, measure_link
 from onefold.engine.adam_kernel import kernel
 from onefold.text import counted, format_bytes, format_rate
@@ -103,8 +104,7 @@ def _gpu(index: int) -> str:
 def _measure_copy() -> float:
     """Return bytes per second of copying a block larger than any cache, with torch's threads."""
     source = torch.zeros(COPY_NBYTES, dtype=torch.uint8)
-    target = torch.empty_like(source)
-    return COPY_NBYTES / min(timeit.repeat(lambda: target.copy_(source), number=1, repeat=5))
+    return highest_rate("copy", COPY_NBYTES, partial(torch.empty_like(source).copy_, source))
 
 
 def link_facts(world: World) -> dict[str, Any]:
@@ -116,9 +116,9 @@ def link_facts(world: World) -> dict[str, Any]:
     facts: dict[str, Any] = {"backend": backend, "world_size": world.world_size}
     if world.world_size == 1:
         return {**facts, "nbytes": 0, "received_per_s": 0.0}
-    found = measure_link(world, Ask(seconds=1.0))
-    speed = found["rates"]["gather"]["bytes_per_s"]
-    return {**facts, "nbytes": found["nbytes"], "received_per_s": speed}
+    measured = measure_link(world, Ask(seconds=1.0))
+    speed = measured["rates"]["gather"]["bytes_per_s"]
+    return {**facts, "nbytes": measured["nbytes"], "received_per_s": speed}
 
 
 def checks(machine: HostReport, link: dict[str, Any] | None) -> list[Check]:

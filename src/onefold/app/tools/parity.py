@@ -101,19 +101,19 @@ class _Case:
         world_size, device = self.world.world_size, self.world.device
         torch.manual_seed(self.seed)
         if self.model is None:
-            made: Any = GPT(PRESETS["tiny"], SEQ)
+            parts: Any = GPT(PRESETS["tiny"], SEQ)
         else:
-            made = call_function(self.model, load_function(self.model), (nn.Module, tuple))
-        if isinstance(made, nn.Module):
+            parts = call_function(self.model, load_function(self.model), (nn.Module, tuple))
+        if isinstance(parts, nn.Module):
             generator = torch.Generator().manual_seed(self.seed)
             shape = (ROWS_PER_RANK * world_size, SEQ + 1)
-            made = made, torch.randint(0, VOCAB, shape, generator=generator), next_token_loss
-        if len(made) != 3 or not isinstance(made[0], nn.Module) or not callable(made[2]):
+            parts = parts, torch.randint(0, VOCAB, shape, generator=generator), next_token_loss
+        if len(parts) != 3 or not isinstance(parts[0], nn.Module) or not callable(parts[2]):
             wanted = f"{self.model}() to return a module, or (module, batch, loss_fn)"
-            kinds = ", ".join(type(part).__name__ for part in made)
+            kinds = ", ".join(type(part).__name__ for part in parts)
             hint = "loss_fn(module, batch) returns the loss, a mean over rows of the batch"
             raise ConfigError(wanted, f"({kinds})", hint=hint)
-        module, batch, loss_fn = made
+        module, batch, loss_fn = parts
 
         def to_device(tensor: Tensor) -> Tensor:
             if tensor.dim() and len(tensor) % world_size:
@@ -239,18 +239,18 @@ def difference(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> Difference 
 
     A NaN counts as infinitely far away.
     """
-    found: list[Difference] = []
+    differences: list[Difference] = []
     for name, right in wanted.items():
         if torch.equal(got[name], right):
             continue
         gap = (got[name].double() - right.double()).abs().nan_to_num(nan=float("inf"))
         largest = float(gap.max()) if gap.numel() else 0.0
         scale = float(right.double().abs().max()) if right.numel() else 0.0
-        found.append(Difference(name, largest, largest / max(scale, 1e-3), 0))
-    if not found:
+        differences.append(Difference(name, largest, largest / max(scale, 1e-3), 0))
+    if not differences:
         return None
-    worst = max(found, key=lambda each: each.relative)
-    return replace(worst, num_differing=len(found))
+    worst = max(differences, key=lambda difference: difference.relative)
+    return replace(worst, num_differing=len(differences))
 
 
 def _disagreement(trained: _Trained, world: World) -> str:
@@ -261,7 +261,7 @@ def _disagreement(trained: _Trained, world: World) -> str:
         if weight.numel()
     }
     everywhere = world.gather(own)
-    return next((name for name in own if len({each[name] for each in everywhere}) > 1), "")
+    return next((name for name in own if len({digests[name] for digests in everywhere}) > 1), "")
 
 
 def _hint(module: nn.Module) -> str:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from onefold.app.tools.bandwidth import BandwidthRow, in_rounds, waiter
+from onefold.app.measure import BandwidthRow, in_rounds, waiter
 from onefold.errors import OnefoldError, expected, listed
 from onefold.fit.bounds import RankMemory
 from onefold.fit.shares import PARTS, weights_of
@@ -78,7 +78,7 @@ class JobSpeeds:
     @property
     def row_shares(self) -> tuple[int, ...] | None:
         """Weights of the rows of a batch, one a rank, by speed; None: all the same."""
-        speeds = [each.flops_per_s for each in self.ranks]
+        speeds = [rank.flops_per_s for rank in self.ranks]
         if _are_alike(speeds):
             return None
         return weights_of(rows_of([RankTime(0.0, 1 / speed) for speed in speeds], PARTS))
@@ -86,14 +86,14 @@ class JobSpeeds:
     @property
     def state_shares(self) -> tuple[int, ...] | None:
         """Weights of the states, one a rank, by free memory; None: all the same."""
-        free = [each.free_nbytes for each in self.ranks]
-        return None if _are_alike(free) else weights_of([each / sum(free) for each in free])
+        free = [rank.free_nbytes for rank in self.ranks]
+        return None if _are_alike(free) else weights_of([rank / sum(free) for rank in free])
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain dicts and numbers, for JSON."""
         pair = self.slowest_pair
         return {
-            "ranks": [asdict(each) for each in self.ranks],
+            "ranks": [asdict(rank) for rank in self.ranks],
             "links": [list(row) for row in self.links],
             "slowest_pair": None if pair is None else list(pair),
             "row_shares": self.row_shares and list(self.row_shares),
@@ -103,7 +103,7 @@ class JobSpeeds:
     @staticmethod
     def from_dict(plain: dict[str, Any]) -> JobSpeeds:
         """Rebuild from `as_dict`, or from JSON of it."""
-        ranks = tuple(RankSpeeds(**each) for each in plain["ranks"])
+        ranks = tuple(RankSpeeds(**rank) for rank in plain["ranks"])
         return JobSpeeds(ranks, tuple(tuple(row) for row in plain["links"]))
 
     def lines(self) -> Iterator[str]:
@@ -124,12 +124,12 @@ class JobSpeeds:
         else:
             yield from wrapped(f"states by free memory: shares={runs_of(states)}")
 
-    def _cells(self, each: RankSpeeds) -> tuple[str, ...]:
-        own = [rate for rank, rate in enumerate(self.links[each.rank]) if rank != each.rank]
+    def _cells(self, speeds: RankSpeeds) -> tuple[str, ...]:
+        own = [rate for rank, rate in enumerate(self.links[speeds.rank]) if rank != speeds.rank]
         return (
-            str(each.rank), each.host, each.device, format_bytes(each.free_nbytes),
-            format_bytes(each.free_host_nbytes), f"{each.flops_per_s / 1e9:,.0f} GFLOP/s",
-            format_rate(each.copied_per_s), format_rate(min(own)) if own else "",
+            str(speeds.rank), speeds.host, speeds.device, format_bytes(speeds.free_nbytes),
+            format_bytes(speeds.free_host_nbytes), f"{speeds.flops_per_s / 1e9:,.0f} GFLOP/s",
+            format_rate(speeds.copied_per_s), format_rate(min(own)) if own else "",
         )  # fmt: skip
 
 
@@ -171,14 +171,14 @@ def job_speeds(world: World, timeout: float) -> JobSpeeds:
     board.post("ready", "")
     board.read("ready")  # ranks of a host begin together, as in a step
     board.post("speeds", json.dumps(asdict(_own_speeds(world))))
-    ranks = tuple(RankSpeeds(**json.loads(each)) for each in board.read("speeds"))
+    ranks = tuple(RankSpeeds(**json.loads(answer)) for answer in board.read("speeds"))
     with ending_process(timeout, lambda: _no_answer(board.absent(), timeout)):
         try:
             own = _own_links(world)
         except RuntimeError as error:  # of a peer that has ended
             raise AbsentRanksError(_no_answer(board.absent(), timeout)) from error
     board.post("links", json.dumps(own))
-    rows = [json.loads(each) for each in board.read("links")]
+    rows = [json.loads(answer) for answer in board.read("links")]
     everyone = range(world.world_size)
     links = tuple(tuple(min(rows[a][b], rows[b][a]) for b in everyone) for a in everyone)
     return JobSpeeds(ranks, links)
@@ -267,14 +267,14 @@ def rounds_of(world_size: int) -> list[list[int | None]]:
     Each two ranks meet once.
     """
     places = list(range(world_size + world_size % 2))
-    found: list[list[int | None]] = []
+    rounds: list[list[int | None]] = []
     for _ in range(len(places) - 1):
         partners: list[int | None] = [None] * len(places)
         for first, second in zip(places, reversed(places), strict=True):
             partners[first] = second if second < world_size else None
-        found.append(partners[:world_size])
+        rounds.append(partners[:world_size])
         places[1:] = [places[-1], *places[1:-1]]
-    return found
+    return rounds
 
 
 def _own_links(world: World) -> list[float]:
@@ -282,7 +282,7 @@ def _own_links(world: World) -> list[float]:
     nbytes = PAIR_NBYTES["cpu" if world.device.type == "cpu" else "cuda"]
     sent = torch.zeros(nbytes, dtype=torch.uint8, device=world.device)
     received, nothing = torch.empty_like(sent), sent[:0]
-    finish, found = waiter(world.device), [0.0] * world.world_size
+    finish, rates = waiter(world.device), [0.0] * world.world_size
     for partners in rounds_of(world.world_size):
         partner = partners[world.rank]
         numels = [nbytes if rank == partner else 0 for rank in range(world.world_size)]
@@ -294,5 +294,5 @@ def _own_links(world: World) -> list[float]:
             finish()
             took.append(time.perf_counter() - begun)
         if partner is not None:
-            found[partner] = nbytes / median(took[1:])  # the first one connects
-    return found
+            rates[partner] = nbytes / median(took[1:])  # the first one connects
+    return rates

@@ -149,11 +149,11 @@ def own_rows(rows: int, rank: int, world_size: int) -> range:
 
 def _files(root: Path, without: set[str]) -> list[Path]:
     """List every file below `root` except hidden ones, sorted."""
-    found: list[Path] = []
+    files: list[Path] = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in without and name[0] != "."]
-        found += [Path(folder, name) for name in names if name[0] != "."]
-    return sorted(found)
+        files += [Path(folder, name) for name in names if name[0] != "."]
+    return sorted(files)
 
 
 def _text_span(path: Path) -> CorpusSpan | None:

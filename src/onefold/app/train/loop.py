@@ -11,19 +11,22 @@ import torch
 from torch import Tensor, nn
 
 import onefold
-from onefold.app.train.checkpoints import Checkpoints
+from onefold.app.generate.tokens import one_line, sampled_bytes
+from onefold.app.train.checkpoints import Checkpoints, StopRequests
 from onefold.app.train.checkpoints import preflight as preflight_checkpoints
 from onefold.app.train.corpus import Corpus, Windows, open_corpus, own_rows
-from onefold.app.train.course import Progress, TrainObserver, TrainResult
-from onefold.app.train.deal import RowDeal
-from onefold.app.train.deal import preflight as preflight_deal
 from onefold.app.train.job import Job
 from onefold.app.train.memory_table import MeasuredMemory, measure
-from onefold.app.train.prediction import predict, trace_of
-from onefold.app.train.run_record import RunRecorder, write_report
-from onefold.app.train.sample import generate
-from onefold.app.train.signals import StopRequests
-from onefold.app.train.trained_axes import RunAxes
+from onefold.app.train.run_record import (
+    Progress,
+    RunRecorder,
+    TrainObserver,
+    TrainResult,
+    predict,
+    trace_of,
+    write_report,
+)
+from onefold.app.train.trained_axes import RowDeal, RunAxes
 from onefold.app.train.trained_axes import preflight as preflight_axes
 from onefold.config import Offload, check_offload, offload_of, precision_of, stage_of
 from onefold.engine.registry import engine_of
@@ -37,8 +40,8 @@ from onefold.planner.models.loader import (
     recompute,
     refuse,
 )
-from onefold.recording.closed_form import stage0_nbytes
-from onefold.recording.record_files import prepare
+from onefold.recording.page import prepare
+from onefold.recording.recorder import stage0_nbytes
 from onefold.wire.world import World
 from onefold.wire_config import wire_of
 
@@ -60,7 +63,6 @@ def preflight(job: Job, world_size: int) -> Corpus:
     wire_of(job.wire)
     _check_shares(job, world_size)
     preflight_axes(job, world_size)
-    preflight_deal(job, world_size)
     num_data = world_size // job.model_ranks
     smallest = num_data * job.accumulate
     if job.rows < smallest:
@@ -120,11 +122,10 @@ def train(job: Job, world: World, observer: TrainObserver) -> TrainResult:
             trainer.checkpoints.after(step + 1, requests)
     observer.trained()
     module.eval()
-    options = {"seq": job.seq, "seed": job.seed, "num_bytes": job.sample}
     with torch.compiler.set_stance("force_eager") if job.compile else nullcontext():  # new shapes
         held_out = held_out_loss(job, world, trainer, corpus)
         writes = job.sample and job.pp == 1 and job.cp == 1  # it is one forward a byte
-        text = generate(module, corpus.prompt, **options, device=world.device) if writes else ""
+        text = _sample(job, module, corpus.prompt, world.device) if writes else ""
     report = onefold.report(module)
     memory = world.gather(trainer.memory or measure(trainer.recipe, report))
     result = TrainResult(
@@ -136,12 +137,20 @@ def train(job: Job, world: World, observer: TrainObserver) -> TrainResult:
         text=text,
         num_parameters=trainer.num_parameters,
         offload=report.offload,
-        memory=[replace(each, rank=rank) for rank, each in enumerate(memory)],
+        memory=[replace(measured, rank=rank) for rank, measured in enumerate(memory)],
         stage0=stage0_nbytes(trainer.recipe),
         predicted=predict(job, trainer.recipe, trainer.trace, report),
         report="",
     )
     return replace(result, report=write_report(recorder, world, result, meter.step_seconds))
+
+
+def _sample(job: Job, module: nn.Module, prompt: bytes, device: torch.device) -> str:
+    """Return the prompt and the bytes that the module writes, on one line."""
+    written = sampled_bytes(
+        module, prompt, most=job.sample, longest=job.seq, seed=job.seed, device=device
+    )
+    return one_line(prompt + bytes(written))
 
 
 class Trainer:

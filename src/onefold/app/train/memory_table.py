@@ -1,4 +1,4 @@
-"""Compare the bytes that `onefold.report` counted on a rank with the closed form.
+"""Compare the bytes that `onefold.report` counted on the ranks with the closed form.
 
 For fp32 parameters of n elements over N ranks, by ZeRO stage (arXiv 1910.02054, section 5); where
 nodes are replicas, N is the number of ranks of a node:
@@ -14,11 +14,16 @@ micro-batches stages 0 and 1 also hold whole gradients, 4n ("partial_grad").
 from __future__ import annotations
 
 import resource
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from onefold.recipe import Recipe
-from onefold.recording.closed_form import expected_nbytes
+from onefold.recording.recorder import expected_nbytes
 from onefold.recording.report import Report
+from onefold.text import columns, common_unit, in_unit, wrapped
+
+TableRow = tuple[str, Sequence[int], *tuple[str | int, ...]]
+"""A name, the bytes of each rank, and cells behind them: bytes or words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +38,14 @@ class MeasuredMemory:
     expected: dict[str, int]  # by kind, from the closed form
     tiers: dict[str, list[str]]  # tiers by kind
 
+    def held(self, kind: str) -> int:
+        """Return the bytes of a kind at the end of the step."""
+        return self.now.get(kind, 0)
+
     @property
     def is_equal(self) -> bool:
         """True if every kind of resting state equals the closed form, to the byte."""
-        return all(self.now.get(kind, 0) == nbytes for kind, nbytes in self.expected.items())
+        return all(self.held(kind) == nbytes for kind, nbytes in self.expected.items())
 
 
 def measure(recipe: Recipe, report: Report) -> MeasuredMemory:
@@ -57,3 +66,40 @@ def measure(recipe: Recipe, report: Report) -> MeasuredMemory:
             for kind, tiers in report.memory.items()
         },
     )
+
+
+def compared(memory: Sequence[MeasuredMemory], kind: str) -> str | int:
+    """Return "equal" where all ranks hold a kind as expected, or the bytes expected of the first.
+
+    These are the bytes at the end of the step.
+    """
+    is_equal = all(rank.held(kind) == rank.expected[kind] for rank in memory)
+    return "equal" if is_equal else memory[0].expected[kind]
+
+
+def rank_table(
+    memory: Sequence[MeasuredMemory], rows: Iterable[TableRow], notes: Iterable[str],
+    *, heads: Sequence[str], largest: int, most: int,
+) -> list[str]:  # fmt: skip
+    """Return a table of bytes with a column for each of the first `most` ranks, and notes below.
+
+    Args:
+        memory: of all ranks.
+        rows: of the table.
+        notes: lines below it.
+        heads: of the columns behind those of the ranks.
+        largest: bytes of the table's largest cell, which decide its unit.
+        most: ranks that are shown.
+    """
+    name, unit = common_unit(largest)
+    shown = memory[:most]
+    cells = [[f"memory in {name}", *(f"rank {rank.rank}" for rank in shown), *heads]]
+    for row, nbytes, *last in rows:
+        last += [""] * (len(heads) - len(last))
+        values = [*nbytes[: len(shown)], *last]
+        words = (value if isinstance(value, str) else in_unit(value, unit) for value in values)
+        cells.append([row, *words])
+    lines = [part for note in notes for part in wrapped(note)]
+    if len(memory) > most:
+        lines.append(f"(the first {most} of {len(memory)} ranks; --json has all)")
+    return [*columns(cells, "<>"), *lines]

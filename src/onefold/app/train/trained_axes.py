@@ -1,4 +1,4 @@
-"""The model axes of a run: `onefold train --tp --pp --cp`.
+"""What a rank of a run takes: its part of the model (`--tp --pp --cp`) and its rows (`--rows`).
 
 tp   ranks share each layer: heads of attention, hidden features (tensor parallel)
 pp   ranks have blocks one after the other, and pass micro-batches on (pipeline)
@@ -18,21 +18,30 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 import onefold
+from onefold.app.train.corpus import own_rows
 from onefold.app.train.job import Job
 from onefold.errors import ConfigError
+from onefold.mixed.sampler import check_shares, split_rows
+from onefold.mixed.speeds import RowSpeeds, even, measure
 from onefold.planner.models.gpt import GPT, PRESETS, GPTStage
 from onefold.planner.models.loader import logits_of
 from onefold.wire.world import World
 
+AUTO = "auto"
 NAMES = ("pp", "dp", "cp", "tp")
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def preflight(job: Job, world_size: int) -> None:
-    """Refuse axes that cannot work, before any rank starts."""
+    """Refuse axes and shares of rows that cannot work, before any rank starts."""
     if job.model_ranks == 1:
+        if isinstance(job.row_shares, tuple):
+            check_shares(job.row_shares, world_size)
         return
+    if job.row_shares is not None:
+        hint = "leave --rows out: ranks that share a layer or a row have the same rows"
+        raise ConfigError("no --rows beside --tp, --pp and --cp", "both", hint=hint)
     axes = f"--tp {job.tp} --pp {job.pp} --cp {job.cp}"
     if world_size % job.model_ranks:
         hint = f"--ranks {job.model_ranks}, or a multiple of it"
@@ -170,13 +179,13 @@ class RunAxes:
         losses: list[Tensor] = []
         call = self._schedule.step if trains else self._schedule.eval
         if self._stage.is_first:
-            given: tuple[Tensor, ...] = (inputs.contiguous(),)
+            arguments: tuple[Tensor, ...] = (inputs.contiguous(),)
             options: dict[str, Any] = {"position_ids": positions.contiguous()}
         else:
-            given, options = (), {}
+            arguments, options = (), {}
         if self._stage.is_last:
             options |= {"target": targets, "losses": losses}
-        call(*given, **options)
+        call(*arguments, **options)
         total = torch.stack(losses).sum() if losses else torch.zeros((), device=rows.device)
         return cast("Tensor", total.detach() * self._job.pp)
 
@@ -189,3 +198,41 @@ def summed(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(
         logits.flatten(0, 1).float(), targets.flatten(), reduction="sum", ignore_index=IGNORED
     )
+
+
+class RowDeal:
+    """Decides before each step which rows of the global batch this rank takes."""
+
+    def __init__(self, job: Job, module: nn.Module, rank: int, world_size: int) -> None:
+        self._rows = job.rows
+        self._rank, self._world_size = rank, world_size
+        self._shares: tuple[float, ...] | None = None
+        self._speeds: RowSpeeds | None = None
+        if job.row_shares == AUTO:
+            self._speeds = measure(module)
+        elif isinstance(job.row_shares, tuple):
+            self._shares = check_shares(job.row_shares, world_size)
+
+    @property
+    def own(self) -> range:
+        """This rank's rows of the next global batch."""
+        shares = self._shares if self._speeds is None else self._speeds.shares
+        if shares is None:
+            return own_rows(self._rows, self._rank, self._world_size)
+        return split_rows(self._rows, shares)[self._rank]
+
+    @property
+    def stateful(self) -> dict[str, Any]:
+        """What a checkpoint keeps: shares that were measured."""
+        return {} if self._speeds is None else {"row_shares": self}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the measured shares."""
+        assert self._speeds is not None, "see `stateful`"
+        return {"shares": list(self._speeds.shares)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with shares; those of another number of ranks become equal ones."""
+        assert self._speeds is not None, "see `stateful`"
+        same = len(state["shares"]) == self._world_size
+        self._speeds.begin_at(tuple(state["shares"]) if same else even(self._world_size))

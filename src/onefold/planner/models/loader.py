@@ -32,7 +32,7 @@ def refuse(model: str, seq: int) -> None:
     if model in PRESETS:
         return
     if _is_config(model):
-        _check_config(model, seq)
+        _check_numbers(model, seq)
     elif ":" in model:
         load_function(model)
     else:
@@ -189,11 +189,13 @@ def _config_path(model: str) -> Path:
     return path / "config.json" if path.is_dir() else path
 
 
-def _check_config(model: str, seq: int) -> None:
-    path = _config_path(model)
+def check_config(path: Path) -> dict[str, Any]:
+    """Return a Hugging Face config.json from which a model can be built."""
     try:
+        if path.exists() and not path.is_file():
+            raise OSError("not a regular file")
         config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"a readable Hugging Face config.json at {str(path)!r}",
             described(error),
@@ -203,19 +205,21 @@ def _check_config(model: str, seq: int) -> None:
         raise ConfigError(
             f"{str(path)!r} to have a model_type",
             "a file without it",
-            hint="pass the config.json of a Hugging Face causal language model",
+            hint="pass the config.json of a Hugging Face language model",
         )
     if find_spec("transformers") is None:
         raise ConfigError(
             "the transformers package, to build a model from config.json",
             "an environment without it",
-            hint='pip install "onefold[hf]"',
+            hint='pip install "onefold[hf]"; byte models of `onefold train` need no package',
         )
-    _check_numbers(path, config, seq)
+    return config
 
 
-def _check_numbers(path: Path, config: dict[str, Any], seq: int) -> None:
+def _check_numbers(model: str, seq: int) -> None:
     """Check for 256 tokens, one of each byte, and for enough positions."""
+    path = _config_path(model)
+    config = check_config(path)
     vocab = config.get("vocab_size", VOCAB)
     if isinstance(vocab, int) and vocab < VOCAB:
         hint = "tokens are bytes: set vocab_size to 256 or more"
@@ -228,7 +232,7 @@ def _check_numbers(path: Path, config: dict[str, Any], seq: int) -> None:
 
 
 def _from_config(model: str, seq: int) -> nn.Module:
-    _check_config(model, seq)
+    _check_numbers(model, seq)
     try:
         with no_garbage():  # collecting garbage is a quarter of transformers' import time
             from transformers import AutoConfig, AutoModelForCausalLM

@@ -1,0 +1,252 @@
+"""`onefold inspect`, `export` and `report`: read what a run has saved."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from onefold.app.cli.arguments import SubParsers, add_command, one_of, print_result
+from onefold.text import (
+    columns,
+    common_unit,
+    counted,
+    finite,
+    format_bytes,
+    format_seconds,
+    format_share,
+    in_unit,
+    parse_nbytes,
+    wrapped,
+)
+
+if TYPE_CHECKING:
+    from onefold.checkpoint.offline import InspectedRow, Inspection
+    from onefold.recording.run_report import RunReport
+
+MAX_DEPTH = 2
+"""Levels of dicts in `extra` that are shown."""
+
+MAX_COLUMNS = 4
+"""Ranks in the table of a report. Of more ranks it shows the first ones."""
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+INSPECT = """\
+List the contents of a checkpoint: every parameter with its shape and its saved state, the step,
+the ranks that saved it, and the `extra` of rank 0. Of a directory of checkpoints it shows the
+newest complete one."""
+
+EXPORT = """\
+Write the weights of a checkpoint as safetensors, which `AutoModel.from_pretrained` opens. One
+process, a few MB of memory, no GPU; every byte that is read is verified."""
+
+REPORT = """\
+Write index.html from the report.json of `onefold train --report DIR` or Recording.save, and print
+the time, peak bytes and bytes sent of the recorded step."""
+
+
+def add_report(commands: SubParsers) -> None:
+    """Add `onefold report`."""
+    add = add_command(commands, "report", run_report, "draw the page of a recorded run", REPORT)
+    add("directory", metavar="DIR", help="the folder that has report.json")
+
+
+def add_checkpoints(commands: SubParsers) -> None:
+    """Add `onefold inspect` and `onefold export`."""
+    checkpoint = {"metavar": "CKPT", "help": "a checkpoint, or a directory of them"}
+    add = add_command(
+        commands, "inspect", run_inspect, "list the contents of a checkpoint", INSPECT
+    )
+    add("checkpoint", **checkpoint)
+    add("--verify", action="store_true", help="read every byte and compare it with its checksum")
+    summary = "write a checkpoint's weights as safetensors"
+    add = add_command(commands, "export", run_export, summary, EXPORT)
+    add("checkpoint", **checkpoint)
+    add("out", metavar="OUT", help="a folder that does not exist yet")
+    dtypes = ", ".join(DTYPES)
+    add("--dtype", type=one_of([*DTYPES], "leave it out to keep the weights' own"),
+        help=f"{dtypes} (default: that of each weight)")  # fmt: skip
+    add("--max-shard-size", default="5GB", metavar="SIZE", type=parse_nbytes,
+        help="the largest file, as in 500MB")  # fmt: skip
+
+
+# inspect
+
+
+def run_inspect(arguments: argparse.Namespace, _: Sequence[str]) -> int:
+    """Print the contents of a checkpoint."""
+    from onefold.checkpoint.offline import inspect
+
+    contents = inspect(Path(arguments.checkpoint), verify=arguments.verify)
+    print_result(arguments, inspect_facts(contents), inspect_lines(contents))
+    return 0
+
+
+def inspect_facts(contents: Inspection) -> dict[str, Any]:
+    """Return all facts, for programs."""
+    manifest = contents.found.manifest
+    head = ("step", "stage", "world_size", "saved_at", "versions")
+    members = ("name", "kind", "shape", "dtype", "nbytes", "pieces")
+    return {
+        "path": str(contents.found.path),
+        **{name: getattr(manifest, name) if manifest else None for name in head},
+        "optimizers": [saved.kind for saved in manifest.optimizers] if manifest else None,
+        "verified": contents.is_verified,
+        "passed_over": contents.found.passed_over,
+        "files": contents.files,
+        "extra": _plain(contents.extra),
+        "others": contents.other_names,
+        "tensors": [{name: getattr(row, name) for name in members} for row in contents.rows],
+    }
+
+
+def inspect_lines(contents: Inspection) -> list[str]:
+    """Return a heading, a line for each parameter, and sums."""
+    manifest = contents.found.manifest
+    lines = [str(contents.found.path)]
+    if manifest is None:
+        lines.append("written by torch.distributed.checkpoint: no step, no checksums")
+    else:
+        ranks = counted(manifest.world_size, "rank")
+        versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
+        lines.append(
+            f"step {manifest.step:,d}, saved at stage {manifest.stage} by {ranks}, "
+            f"{manifest.saved_at} ({versions})"
+        )
+        how = "no, but all files are there in full length; --verify reads every byte"
+        how = "every byte is as it was written" if contents.is_verified else how
+        lines.append(f"verified: {how}")
+        if manifest.optimizers:
+            lines.append("optimizers: " + ", ".join(saved.kind for saved in manifest.optimizers))
+        lines.append(f"extra: {_shown(contents.extra)}")
+    lines += [f"passed over {name}" for name in contents.found.passed_over]
+    return [*(part for line in lines for part in wrapped(line)), "", *_table(contents)]
+
+
+def _shown(value: Any, depth: int = 0) -> str:
+    """Write plain values as they are, the keys of dicts, and the shapes of tensors."""
+    if isinstance(value, dict) and depth < MAX_DEPTH:
+        inside = ", ".join(f"{key}={_shown(part, depth + 1)}" for key, part in value.items())
+        return inside if depth == 0 else f"{{{inside}}}"
+    plain = _plain(value)
+    if isinstance(value, dict | list | tuple):
+        return f"{type(value).__name__} of {len(value)}"
+    return repr(plain) if plain is value else plain
+
+
+def _plain(value: Any) -> Any:
+    """Return a value for JSON: tensors as text, by dtype and shape."""
+    if isinstance(value, dict):
+        return {str(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return finite(value)
+    shape = getattr(value, "shape", None)
+    if shape is None:
+        return repr(value)
+    return f"{str(value.dtype).removeprefix('torch.')} [{', '.join(map(str, shape))}]"
+
+
+def _table(contents: Inspection) -> list[str]:
+    by_name: dict[str, list[InspectedRow]] = {}
+    for row in contents.rows:
+        by_name.setdefault(row.name, []).append(row)
+    kinds = {name: _kinds(rows) for name, rows in by_name.items()}
+    usual = Counter(kinds.values()).most_common(1)
+    cells = [("name", "shape", "dtype", "bytes")]
+    for name, rows in by_name.items():
+        first = _first(rows)
+        shape = "x".join(map(str, first.shape)) or "scalar"
+        cells.append((name, shape, first.dtype, f"{sum(row.nbytes for row in rows):,d}"))
+    weights = sum(row.nbytes for row in contents.rows if row.kind == "weight")
+    cells.append(("all weights", "", "", f"{weights:,d}"))
+    nbytes = f"{sum(contents.files.values()):,d}"
+    cells.append((counted(len(contents.files), "file"), "", "", nbytes))
+    head = [f"saved of each parameter: {kinds}" for kinds, _ in usual]
+    others = [f"{name} has {kind}" for name, kind in kinds.items() if kind != usual[0][0]]
+    if others:
+        head.append(f"but{':' * (len(others) > 1)} {'; '.join(others)}")
+    return [*(part for line in head for part in wrapped(line)), "", *columns(cells, "<><>")]
+
+
+def _kinds(rows: list[InspectedRow]) -> str:
+    usual = _first(rows).dtype
+    return ", ".join(row.kind + f" {row.dtype}" * (row.dtype != usual) for row in rows)
+
+
+def _first(rows: list[InspectedRow]) -> InspectedRow:
+    return next((row for row in rows if row.kind == "weight"), rows[0])
+
+
+# export
+
+
+def run_export(arguments: argparse.Namespace, _: Sequence[str]) -> int:
+    """Export, and print the written files."""
+    import torch
+
+    from onefold.checkpoint.offline import export
+
+    dtype = arguments.dtype and getattr(torch, DTYPES[arguments.dtype])
+    size = arguments.max_shard_size
+    done = export(arguments.checkpoint, arguments.out, dtype=dtype, max_shard_nbytes=size)
+    files = {output.name: output.nbytes for output in done.outputs}
+    head = {"source": str(done.source), "step": done.step, "tensors": done.num_tensors}
+    lines = [f"{done.source}, step {done.step:,d}: {done.num_tensors:,d} tensors"]
+    lines += [f"{arguments.out}/{name}  {nbytes:,d} bytes" for name, nbytes in files.items()]
+    print_result(arguments, {**head, "files": files}, lines)
+    return 0
+
+
+# report
+
+
+def run_report(arguments: argparse.Namespace, _: Sequence[str]) -> int:
+    """Draw the page again; print its sums by rank. The step itself is in report.json."""
+    from onefold.recording.page import draw, read
+
+    report = read(arguments.directory)
+    page = str(draw(Path(arguments.directory), report))
+    data = report.as_json()
+    facts = {
+        "page": page,
+        **{name: data[name] for name in ("about", "recorded", "ranks", "plan", "written_at")},
+        "seconds": report.step.seconds,
+        "sent": data["step"]["sent"],
+        "losses": data["training"]["losses"] if data["training"] else [],
+    }
+    print_result(arguments, facts, [*report_lines(report), f"page: {page}"])
+    return 0
+
+
+def report_lines(report: RunReport) -> list[str]:
+    """Return a heading, and a table of the recorded step by rank."""
+    from onefold.recording.step_record import KINDS
+
+    shown = report.ranks[:MAX_COLUMNS]
+    head = "step" if report.recorded is None else f"step {report.recorded:,d}"
+    rows = [
+        [head, *(f"rank {line.rank}" for line in shown)],
+        ["time", *(format_seconds(line.seconds) for line in shown)],
+        ["waiting", *(format_share(line.wait_share) for line in shown)],
+        ["sent", *(format_bytes(line.sent_nbytes) for line in shown)],
+    ]
+    tiers = dict.fromkeys(tier for line in shown for tier in line.peak_by_tier)
+    peaks = {f"peak on {tier}": [line.peak_by_tier.get(tier, 0) for line in shown]
+             for tier in tiers}  # fmt: skip
+    kinds = {f"  {word}": [line.peak_by_kind.get(kind, 0) for line in shown]
+             for kind, word in KINDS.items()}  # fmt: skip
+    name, unit = common_unit(max((max(nbytes) for nbytes in peaks.values()), default=0))
+    rows.append([f"memory in {name}", *[""] * len(shown)])
+    rows += [
+        [row, *(in_unit(number, unit) for number in nbytes)]
+        for row, nbytes in (peaks | kinds).items()
+        if any(nbytes)
+    ]
+    notes = [f"(the first {len(shown)} of {len(report.ranks)} ranks; --json has all)"]
+    notes *= len(report.ranks) > len(shown)
+    return [*wrapped(report.title), *wrapped(report.diagnosis), *columns(rows, "<>"), *notes]
