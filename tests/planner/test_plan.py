@@ -30,10 +30,10 @@ from onefold.planner.memory import Forecast, estimated, forecast
 from onefold.planner.models.gpt import GPT, GPTConfig
 from onefold.planner.models.loader import build_model
 from onefold.planner.planning import Cluster, plan
-from onefold.planner.replay import EventKind
 from onefold.planner.search import Search, nearest
 from onefold.planner.storages import Storages, Untraceable
 from onefold.planner.trace import Trace, default_loss, tokens_of, trace, without_values
+from onefold.planner.work import EventKind
 from onefold.recipe import Recipe
 from onefold.recording.report import Report
 from onefold.text import format_bytes, parse_nbytes

@@ -10,7 +10,7 @@ from onefold.engine import blocked_adam, blocks
 from onefold.engine.driving import Action, Verb
 from onefold.engine.policy import Policy
 from onefold.planner.message_counts import PlannedUnit
-from onefold.planner.replay import Event, EventKind
+from onefold.planner.work import Event, EventKind
 from onefold.recipe import Recipe
 from onefold.tier.step_device import NUM_STREAMS
 from onefold.tier.workers import NUM_DISK_STEPPERS, NUM_FETCHERS

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 from onefold.engine.driving import Action, Verb
 from onefold.planner.costs import Conditions, Cost, costs_of
 from onefold.planner.machines import Machine
-from onefold.planner.replay import Event, EventKind
-from onefold.planner.work import ModelWork, UnitWork, Work
+from onefold.planner.work import Event, EventKind, ModelWork, UnitWork, Work
 
 if TYPE_CHECKING:
     from onefold.recipe import Recipe

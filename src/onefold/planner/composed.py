@@ -17,9 +17,8 @@ from math import ceil
 from onefold.planner.costs import Conditions
 from onefold.planner.machines import Machine
 from onefold.planner.planned_axes import Anatomy, ModelAxes, expert_count
-from onefold.planner.replay import Event, EventKind
 from onefold.planner.trace import Trace
-from onefold.planner.work import AxisMessage, UnitWork, Work
+from onefold.planner.work import AxisMessage, Event, EventKind, UnitWork, Work
 from onefold.recipe import Member, Recipe
 
 

@@ -7,44 +7,16 @@ executes them; here `planner/byte_hands.py` counts bytes and `planner/clock_hand
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from onefold.engine.driving import Action, Drive, StageDrives
 from onefold.engine.schedule import Schedule
 from onefold.engine.walks import Call, Phase
+from onefold.planner.work import Event, EventKind
 
 if TYPE_CHECKING:
     from onefold.planner.byte_hands import ByteHands
     from onefold.planner.clock_hands import ClockHands
-
-
-class EventKind(StrEnum):
-    """An event that torch announces to an engine."""
-
-    ENTER = "enter"  # a module that uses a unit starts, in forward
-    AGAIN = "again"  # the same in a recompute, which belongs to backward
-    LEAVE = "leave"  # the module's forward is over
-    END_FORWARD = "end_forward"
-    EXPECT = "expect"  # the module's outputs are watched
-    BACKWARD = "backward"  # autograd reaches them
-    GRAD = "grad"  # autograd has accumulated the gradient of one parameter
-    END = "end"  # of backward
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """An event of a schedule, and the bytes that torch held until then."""
-
-    kind: EventKind
-    unit: int = -1  # position among the units; -1: none
-    call: int = -1  # which forward of a module; of `GRAD`: which parameter; -1: none
-    now: int = 0  # activations and temporaries, at the event
-    peak: int = 0  # the most of them since the event before
-    logits: int = 0  # of `peak`: the module's outputs and tensors that the loss made of them
-    module: int = -1  # of `LEAVE`: which module
-    num_modules: int = 1  # of `LEAVE`: how many modules use the unit
 
 
 class Replay:

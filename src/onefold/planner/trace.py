@@ -28,9 +28,8 @@ from onefold.engine.watch import tensors_in
 from onefold.errors import OnefoldError
 from onefold.layout.module_tree import ModuleTree, uncompiled
 from onefold.layout.units import UnitChoice, UnitPlan, plan_units
-from onefold.planner.replay import Event, EventKind
 from onefold.planner.storages import Storages, Untraceable
-from onefold.planner.work import ModelWork, UnitWork, Work
+from onefold.planner.work import Event, EventKind, ModelWork, UnitWork, Work
 from onefold.recipe import Member
 
 Inputs = Mapping[str, Any] | tuple[Any, ...]

@@ -1,4 +1,4 @@
-"""The work of one micro-batch of a model on one rank, unit by unit. No torch here.
+"""The events and the work of one micro-batch of a model on one rank. No torch here.
 
 `planner/trace.py` counts it on a module; `planner/simulate.py` turns it into seconds.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from onefold.planner.costs import Cost, LinkGroup, gather_cost, reduce_cost
@@ -13,6 +14,33 @@ from onefold.planner.costs import Cost, LinkGroup, gather_cost, reduce_cost
 if TYPE_CHECKING:
     from onefold.planner.machines import Machine
     from onefold.recipe import Member
+
+
+class EventKind(StrEnum):
+    """An event that torch announces to an engine."""
+
+    ENTER = "enter"  # a module that uses a unit starts, in forward
+    AGAIN = "again"  # the same in a recompute, which belongs to backward
+    LEAVE = "leave"  # the module's forward is over
+    END_FORWARD = "end_forward"
+    EXPECT = "expect"  # the module's outputs are watched
+    BACKWARD = "backward"  # autograd reaches them
+    GRAD = "grad"  # autograd has accumulated the gradient of one parameter
+    END = "end"  # of backward
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An event of a schedule, and the bytes that torch held until then."""
+
+    kind: EventKind
+    unit: int = -1  # position among the units; -1: none
+    call: int = -1  # which forward of a module; of `GRAD`: which parameter; -1: none
+    now: int = 0  # activations and temporaries, at the event
+    peak: int = 0  # the most of them since the event before
+    logits: int = 0  # of `peak`: the module's outputs and tensors that the loss made of them
+    module: int = -1  # of `LEAVE`: which module
+    num_modules: int = 1  # of `LEAVE`: how many modules use the unit
 
 
 class Work(NamedTuple):

@@ -12,7 +12,7 @@ from torch import nn
 
 import onefold
 from onefold.app.generate import sources
-from onefold.app.generate.sources import Source
+from onefold.app.generate.sources import ModelSource
 from onefold.app.generate.tokens import TEMPERATURE, Bytes, Streamer, Tokens, Words, sampled_bytes
 from onefold.app.measure import disk_rate
 from onefold.app.tools.bandwidth import Ask, measure_copies
@@ -54,7 +54,7 @@ class Loaded:
     tokens: Tokens
     prompt: list[int]
     num_parameters: int
-    source: Source
+    source: ModelSource
     recipe: Recipe
 
 
@@ -150,7 +150,7 @@ class Generated:
         return self.num_tokens / max(1, self.passes.number)
 
 
-def preflight(job: GenerateJob, source: Source) -> None:
+def preflight(job: GenerateJob, source: ModelSource) -> None:
     """Refuse a job that cannot work, before any rank starts."""
     if not job.prompt.strip():
         hint = "--prompt TEXT, or --prompt - and text on stdin"
@@ -172,7 +172,7 @@ def preflight(job: GenerateJob, source: Source) -> None:
         raise ConfigError(wanted, f"--offload {job.offload}", hint=hint)
 
 
-def load(job: GenerateJob, source: Source, mesh: Any = None) -> Loaded:
+def load(job: GenerateJob, source: ModelSource, mesh: Any = None) -> Loaded:
     """Build the module, check the prompt against it, and stream its weights. A collective."""
     torch.manual_seed(job.seed)
     module = sources.build(source, has_values=source.files is None and job.rest is not None)

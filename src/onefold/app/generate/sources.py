@@ -38,7 +38,7 @@ LONGEST = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ModelSource:
     """A model to generate with. `files`: the folder of its weights; None: random weights."""
 
     name: str
@@ -52,7 +52,7 @@ class Source:
 
 
 @contextmanager
-def opened(model: str) -> Iterator[Source]:
+def opened(model: str) -> Iterator[ModelSource]:
     """Yield the source that `model` names; a checkpoint is exported for as long as it is used.
 
     Raises `ConfigError` for a name that is none, and `CheckpointError` for a damaged checkpoint.
@@ -79,7 +79,7 @@ def is_checkpoint(path: Path) -> bool:
         return False
 
 
-def _of_files(model: str) -> Source:
+def _of_files(model: str) -> ModelSource:
     path = Path(model)
     is_folder = path.is_dir()
     config = path / CONFIG if is_folder else path
@@ -89,14 +89,14 @@ def _of_files(model: str) -> Source:
     if has_config:
         check_config(config)
     if is_folder or has_config:
-        return Source(model, config if has_config else None, path if is_folder else None)
+        return ModelSource(model, config if has_config else None, path if is_folder else None)
     if model not in PRESETS and ":" not in model:
         known = f"a folder of weights, a {CONFIG}, {', '.join(PRESETS)} or module:function"
         got = f"{model!r}, which is {'a file' if path.exists() else 'not there'}"
         hint = "name the folder that holds the safetensors files"
         raise ConfigError(f"--model to be {known}", got, hint=hint)
     refuse(model, LONGEST)
-    return Source(model, None, None)
+    return ModelSource(model, None, None)
 
 
 def _check_files(folder: Path) -> None:
@@ -111,7 +111,7 @@ def _check_files(folder: Path) -> None:
             raise CheckpointError(wanted, f"{path.name!r}: {error.strerror}", hint=hint) from error
 
 
-def build(source: Source, *, has_values: bool = False) -> nn.Module:
+def build(source: ModelSource, *, has_values: bool = False) -> nn.Module:
     """Build the module, on `meta`; with `has_values` one of random weights on the CPU.
 
     A module with files has promised values (`onefold.load_pretrained`).
@@ -122,7 +122,7 @@ def build(source: Source, *, has_values: bool = False) -> nn.Module:
     return module.eval()
 
 
-def skeleton(source: Source, *, has_values: bool = False) -> nn.Module:
+def skeleton(source: ModelSource, *, has_values: bool = False) -> nn.Module:
     """Build the module without its files' values."""
     if source.config is not None:
         module = _of_config(source, source.config, has_values=has_values and source.files is None)
@@ -135,7 +135,7 @@ def skeleton(source: Source, *, has_values: bool = False) -> nn.Module:
     return module.eval()
 
 
-def _of_config(source: Source, path: Path, *, has_values: bool) -> nn.Module:
+def _of_config(source: ModelSource, path: Path, *, has_values: bool) -> nn.Module:
     try:
         with no_garbage():  # collecting garbage is a quarter of transformers' import time
             from transformers import (
@@ -193,7 +193,7 @@ def _byte_gpt(folder: Path) -> nn.Module:
         return GPT(replace(config, is_tied=is_tied), seq)
 
 
-def tokenizer_of(source: Source) -> Any:
+def tokenizer_of(source: ModelSource) -> Any:
     """Return the tokenizer beside the configuration; None where bytes are the tokens."""
     if source.config is None:
         return None
@@ -210,7 +210,7 @@ def tokenizer_of(source: Source) -> Any:
         raise ConfigError(wanted, described(error), hint=hint) from error
 
 
-def check_bytes(module: nn.Module, source: Source) -> None:
+def check_bytes(module: nn.Module, source: ModelSource) -> None:
     """Raise `ConfigError` for a model without a tokenizer that has no token for each byte."""
     vocab = getattr(getattr(module, "config", None), "vocab_size", VOCAB)
     if isinstance(vocab, int) and vocab < VOCAB:
