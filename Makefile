@@ -26,7 +26,7 @@ cluster: $(VENV)/train.done
 
 # more processes than a small machine has cores: many tests wait for processes of their own
 test: $(VENV)/dev.done
-	$(BIN)/python -m pytest --numprocesses 4 --dist worksteal --durations-file build/durations.json
+	$(BIN)/python -m pytest --numprocesses 4 --dist worksteal --durations-file=build/durations.json
 
 # ranks are threads alone, no process: the laws, in under two minutes
 quick: $(VENV)/dev.done

@@ -1,6 +1,6 @@
 """CPU seconds of each test file, its child processes included.
 
-`pytest --durations-file tests/durations.json` writes them. Unlike wall time they are nearly the
+`pytest --durations-file=tests/durations.json` writes them. Unlike wall time they are nearly the
 same on a busy machine.
 """
 
