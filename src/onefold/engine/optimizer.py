@@ -217,13 +217,13 @@ class OptimizerBinding:
                     )
 
     def _is_sound(self) -> bool:
-        """False if coded gradients are not finite on some rank: then no rank steps. A collective.
+        """False if quantized gradients are not finite on some rank: no rank steps. A collective.
 
-        Coding may hide that a gradient was not finite, so a loss scale might miss it. Exact
+        Quantization may hide that a gradient was not finite, so a loss scale might miss it. Exact
         messages are not checked: gradients are as in plain PyTorch.
         """
-        coded = [e for e in self.engines if e.context.routes.rounds_gradients]
-        unsound = [engine for engine in coded if not are_gradients_finite(engine)]
+        quantized = [e for e in self.engines if e.context.routes.rounds_gradients]
+        unsound = [engine for engine in quantized if not are_gradients_finite(engine)]
         for engine in unsound:
             engine.ledger.skip_step()
             if engine.group.rank == 0:

@@ -37,7 +37,7 @@ class Report:
     Attributes:
         shard: this rank's shard of `num_shards`. Where nodes are replicas, each local rank has one;
             at stage 0 there is one in all.
-        skipped: steps that were not taken, because coded gradients were not finite.
+        skipped: steps that were not taken, because quantized gradients were not finite.
         offload: the plan for the tiers with its reason; empty if all is on the device.
         notes: messages that the run could save, and how.
         memory: `memory[kind][tier]` is bytes now and at the peak, by `onefold.layout.ledger.Kind`.
