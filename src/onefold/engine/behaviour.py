@@ -333,12 +333,15 @@ def _values(start: int, numel: int) -> tuple[Tensor, list[Tensor]]:
     """Return weights and the gradients of each step, in float64; those of the matrices come twice.
 
     Gradients of two elements are not in proportion: else a mean over them is that of each part.
+    They keep their direction by and large: else no class would raise its rate.
     """
     at, period = torch.arange(start, start + numel, dtype=torch.float64), _numel(MATRICES)
     at = torch.where(at < 2 * period, at % period, at)
     sizes = torch.where(at < math.prod(MATRICES[0]), 0.02, 1.5)
     steps = enumerate(SCALES, start=1)
-    return torch.cos(3 * at) * 0.4, [scale * sizes * torch.cos(n * at) for n, scale in steps]
+    return torch.cos(3 * at) * 0.4, [
+        scale * sizes * (torch.cos(at) + 0.3 * torch.cos(n * at)) for n, scale in steps
+    ]
 
 
 def _cut(flat: Tensor, shapes: Sequence[Sequence[int]]) -> Iterator[Tensor]:

@@ -26,7 +26,8 @@ def summed_rows(total: Callable[[Tensor], Tensor]) -> type[Tensor]:
 
     `total` takes this rank's sum, without dimensions, and returns that over all ranks: it waits for
     them. Every rank makes the same sums in the same order. A result of these tensors is one of
-    them, but for numbers. Other functions from rows to a number raise `TypeError`.
+    them, but for numbers. Other functions from rows to a number raise `TypeError`,
+    and so does counting elements.
     """
 
     class SummedRows(Tensor):
@@ -34,6 +35,8 @@ def summed_rows(total: Callable[[Tensor], Tensor]) -> type[Tensor]:
         def __torch_function__(
             cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
+            if func.__name__ == "numel":
+                raise TypeError("a number of rows is not that over all ranks")
             result = super().__torch_function__(func, types, args, kwargs or {})
             if not (isinstance(result, SummedRows) and _drops_rows(result, args)):
                 return result
