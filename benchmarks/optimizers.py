@@ -69,7 +69,7 @@ class Mixed(nn.Module):
         return self.last(self.norm(self.first(x)).tanh())
 
 
-def classes() -> Iterator[tuple[str, type[torch.optim.Optimizer]]]:
+def classes() -> Iterator[tuple[str, Any]]:
     """Every optimizer of the packages that are installed, by its full name."""
     for package in PACKAGES:
         try:
@@ -196,7 +196,7 @@ def word_of(behaviour: Behaviour) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--only", nargs="*", default=[], help="parts of names of classes")
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()

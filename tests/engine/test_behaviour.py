@@ -329,6 +329,10 @@ KINDS = {
     "Adafactor": (torch.optim.Adafactor, "parameter"),
     "Muon": (lambda ps: torch.optim.Muon([p for p in ps if p.dim() == 2]), "parameter"),
     "AdamW on a device": (lambda ps: torch.optim.AdamW(ps, capturable=True), "elementwise"),
+    "AdamW with a rate on a device": (
+        lambda ps: torch.optim.AdamW(ps, lr=torch.tensor(1e-2)),
+        "elementwise",
+    ),
     "AdamW before its warm-up": (lambda ps: torch.optim.AdamW(ps, lr=0.0), "elementwise"),
     "Renamed": (Renamed, "elementwise"),
     "SignLike": (SignLike, "elementwise"),
