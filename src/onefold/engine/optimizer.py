@@ -23,6 +23,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from onefold.engine.behaviour import behaviour_of, moments_of_group
 from onefold.engine.blocks import reserve_slots
@@ -344,8 +345,9 @@ class OptimizerBinding:
                     is_moment = tensor.dim() == 0 and name not in NUMBERS
                     if isinstance(value, Tensor) and (value.dim() > 0 or is_moment):
                         local: Tensor = getattr(value, "_local_tensor", value)
-                        storage = local.untyped_storage()
-                        storages[storage.data_ptr()] = storage.nbytes()
+                        for part in _parts_of(local):
+                            storage = part.untyped_storage()
+                            storages[storage.data_ptr()] = storage.nbytes()
         return sum(nbytes for start, nbytes in storages.items() if start not in counted)
 
 
@@ -363,6 +365,13 @@ class _Evaluated:
                 hint="an optimizer that needs one gradient a step, such as AdamW",
             )
         return self._losses.pop()
+
+
+def _parts_of(state: Tensor) -> list[Tensor]:
+    """Return the tensors of which a low-bit state consists: codes and scales."""
+    if not is_traceable_wrapper_subclass(state):
+        return [state]
+    return [getattr(state, name) for name in state.__tensor_flatten__()[0]]
 
 
 def _over_ranks(alive: ref[Engine], own: Tensor) -> Tensor:
