@@ -8,9 +8,8 @@ Coupled classes that only add up over all elements, as D-Adaptation (arXiv 2301.
 (2306.06101) do for their learning rate, *add*: ranks step their own rows, and every sum is taken
 over all ranks (`onefold.engine.coupled`). Other coupled classes need whole copies of the module.
 
-A probe builds the class with the optimizer's own arguments, and compares displacements in float64.
-It runs once for a class and its arguments. A class that it cannot build, or that raises, steps whole
-parameters.
+A probe builds the class with the optimizer's arguments, once, and compares displacements in
+float64. A class that it cannot build, or that raises, steps whole parameters.
 """
 
 from __future__ import annotations
@@ -416,6 +415,6 @@ _WHY = {
 
 
 def _apart(name: str, why: str) -> ConfigError:
-    hint = "use stage=0, where every rank steps all parameters, or another optimizer, such as AdamW"
+    hint = "use stage=0, where every rank steps all parameters, or another one, such as AdamW"
     wanted = "an optimizer that steps each parameter by itself, as ranks step different ones"
     return ConfigError(wanted, f"{name}, {why}", hint=hint)
