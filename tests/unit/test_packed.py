@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import onefold
-from onefold.compose import coding
+from onefold.compose import quantizing
 from onefold.compose.quantizing import quantize_for_products
 from onefold.engine.registry import engine_of
 from onefold.errors import CheckpointError, ConfigError
@@ -387,14 +387,14 @@ def test_the_peak_of_loading_is_the_packed_bytes_and_a_few_matrices(tmp_path):
             torch.set_num_threads(1)
             load(1)  # imports, and memory that the allocator keeps
             before, seen = private_nbytes(), []
-            encode = coding.encode
+            encode = quantizing.encode
 
             def watched(*args: Any) -> Tensor:
                 message = encode(*args)
                 seen.append(private_nbytes() - before)  # the exact matrix is still there
                 return message
 
-            coding.encode = watched
+            quantizing.encode = watched
             load(24)
             matrix = 2 * 2048 * 1024  # in bf16
             most = 24 * matrix * 9 // 32 + 8 * matrix  # blocks in fp32 and int32: 1 matrix each

@@ -45,7 +45,8 @@ class Report:
             before the first step.
         traffic: calls and bytes sent from this rank, by collective. `gather` and `reduce_scatter`
             are those of docs/concepts/memory.md, `control` is flags and 0-dim parameters,
-            `whole_matrix` is the matrices that matrix optimizers exchange.
+            `whole_matrix` is the matrices that matrix optimizers exchange, `optimizer_sum` the sums
+            that Prodigy and D-Adaptation take over all elements.
         last_step: the same for the last step.
         is_inference: the module evaluates alone (`onefold.stream`).
         row_shares: the part of the rows of a global batch that each rank should take, in rank

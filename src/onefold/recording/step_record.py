@@ -188,6 +188,7 @@ COLLECTIVES = {
     "reduce_scatter": "gradients (reduce-scatter)",
     "control": "flags and 0-dim parameters",
     "whole_matrix": "matrices of matrix optimizers",
+    "optimizer_sum": "sums over all elements (Prodigy, D-Adaptation)",
 }
 
 
