@@ -43,7 +43,7 @@ DECLARED = "_onefold_kind"
 
 SCALES = (1.0, 3.0, 0.5, 40.0, 2.0, 0.1, 1.5, 0.7)
 """Gradients of the probe's steps, relative to one another: a sudden one is clipped."""
-MATRICES = ((2, 3), (3, 4))
+MATRICES = ((3, 2), (4, 3))
 SHAPES = (*MATRICES, (64, 64), (2, 2, 1, 2))
 """Some classes treat other numbers of dimensions otherwise, or states of 4096 elements and more."""
 BLOCKS = (5, 70, 3000, 1047)
