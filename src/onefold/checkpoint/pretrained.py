@@ -29,7 +29,13 @@ from onefold.checkpoint.agreement import (
 from onefold.checkpoint.archives import bytes_of
 from onefold.checkpoint.contents import config_of
 from onefold.checkpoint.directory import Draft
-from onefold.checkpoint.quantized import is_note, is_offset, offset_in, offset_of, refuse_quantized
+from onefold.checkpoint.packed_weights import (
+    is_note,
+    is_offset,
+    offset_in,
+    offset_of,
+    refuse_quantized,
+)
 from onefold.checkpoint.stages import ShardedModel, persistent_buffers
 from onefold.engine.registry import engine_of, find_engine
 from onefold.errors import CheckpointError, StateError, listed

@@ -23,7 +23,7 @@ from onefold.checkpoint.background import BackgroundThread, Notes, poll
 from onefold.checkpoint.checked_files import FileRecord
 from onefold.checkpoint.contents import Contents, Facts, config_of
 from onefold.checkpoint.directory import MANIFEST, Draft, Manifest, prune
-from onefold.checkpoint.quantized import refuse_quantized
+from onefold.checkpoint.packed_weights import refuse_quantized
 from onefold.checkpoint.stages import Modules, Optimizers, Stages
 from onefold.checkpoint.storage import RankFiles, write
 from onefold.errors import CheckpointError, Failure

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from onefold.axes.exchange import swap
+from onefold.axes.moves import swap
 from onefold.engine.engine import Engine
 from onefold.engine.optimizer import OptimizerBinding
 from onefold.layout.cut import Range
