@@ -20,6 +20,7 @@ from onefold.engine.blocked_adam import BlockedAdam
 from onefold.engine.blocks import Segment, UnitStep
 from onefold.engine.rules import Rule, is_moment, state_after_first_step
 from onefold.errors import ConfigError
+from onefold.layout.model_axes import local_of
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.unit import Unit
 
@@ -331,7 +332,7 @@ def _own_rows(parameter: UnitParameter, name: str, value: object) -> object:
     if shape == parameter.shape and shape != ():
         return parameter.unwrap(value.detach()).to(parameter.unit.stepped.dtype)
     if value.numel() == 1:
-        return value.detach().clone()
+        return local_of(value.detach()).clone()
     raise cannot_cut(parameter.fqn, name, parameter.shape, shape)
 
 
