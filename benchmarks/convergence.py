@@ -1,4 +1,4 @@
-"""What a coded wire costs in loss: the same training under each, with the same seeds and data.
+"""What a quantized wire costs in loss: the same training under each, with the same seeds and data.
 
     python benchmarks/convergence.py            seven runs of three seeds: over an hour on two cores
 

@@ -41,7 +41,7 @@ from torch.nn import functional as F
 
 import onefold
 from onefold.app.train.corpus import Windows, open_corpus
-from onefold.compose.coding import code_for_products
+from onefold.compose.quantizing import quantize_for_products
 from onefold.planner.models.gpt import GPT, PRESETS
 
 WANTED = {"int8": 1.7, "int4": 3.0}
@@ -69,7 +69,7 @@ def at_rest(module: nn.Module, rest: str) -> nn.Module:
     """The module with its weights packed; as it is for bf16."""
     if rest == "bf16":
         return module
-    code_for_products(module, rest)
+    quantize_for_products(module, rest)
     return onefold.shard(module, stage=3)
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # `as`: type checkers take these names for public ones
     from onefold.checkpoint.save import save as save
     from onefold.config import Offload as Offload
     from onefold.config import Precision as Precision
+    from onefold.engine.behaviour import declare as declare
     from onefold.engine.ema import ema as ema
     from onefold.engine.precision import GradScaler as GradScaler
     from onefold.errors import CheckpointError as CheckpointError
@@ -57,6 +58,7 @@ _HOMES = {
     "onefold.checkpoint.pretrained": "full_state_dict load_pretrained save_pretrained",
     "onefold.checkpoint.save": "save",
     "onefold.config": "Offload Precision",
+    "onefold.engine.behaviour": "declare",
     "onefold.engine.ema": "ema",
     "onefold.engine.precision": "GradScaler",
     "onefold.errors": "CheckpointError ConfigError OnefoldError StateError TierError WireError",

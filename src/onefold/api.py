@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from onefold.compose.build import build
-from onefold.compose.coding import code_frozen
+from onefold.compose.quantizing import quantize_frozen
 from onefold.compose.resolve import Choices, examine, examine_together, resolve
 from onefold.config import OffloadChoice, PrecisionChoice, StageChoice
 from onefold.engine import adapters
@@ -112,7 +112,7 @@ def _shard(
         arguments = examine_together(ranks, examine_mine, tree)
         frozen = arguments.recipe.precision.frozen
         if frozen is not None:
-            code = partial(code_frozen, tree, arguments.parts.optimizers, frozen)
+            code = partial(quantize_frozen, tree, arguments.parts.optimizers, frozen)
             together(ranks.everyone, code)
             arguments = examine_together(ranks, examine_mine, tree)
         build(arguments.parts, resolve(arguments, ranks))

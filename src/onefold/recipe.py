@@ -31,7 +31,7 @@ class Member:
     dtype: torch.dtype
     compute_dtype: torch.dtype
     requires_grad: bool = True
-    is_packed: bool = False  # bytes of a quantised weight, or a side table: never cast
+    is_packed: bool = False  # bytes of a quantized weight, or a side table: never cast
     decoded_nbytes: int = 0  # of the numbers that modules compute with, where they are others
     stack_nbytes: int = 0  # of the numbers of a stack of matrices, decoded where a kernel asks
     cut: str = ""  # over model axes; `shape` is that of this rank's piece
@@ -45,7 +45,7 @@ class Member:
         compute = precision.compute if dtype.is_floating_point and not is_packed else None
         shape, requires_grad, decoded, stack = tuple(parameter.shape), parameter.requires_grad, 0, 0
         numbers = getattr(parameter, "shape_of_numbers", None)
-        if numbers is not None:  # coded
+        if numbers is not None:  # quantized
             own: torch.dtype = getattr(parameter, "dtype_of_numbers", dtype)
             nbytes = prod(numbers) * (precision.compute or own).itemsize
             is_multiplied = getattr(parameter, "is_multiplied", False)
@@ -65,7 +65,7 @@ class Member:
 
     @property
     def is_floating(self) -> bool:
-        """True if the values are numbers that may be cast, coded and stepped."""
+        """True if the values are numbers that may be cast, quantized and stepped."""
         return self.dtype.is_floating_point and not self.is_packed
 
     @property
@@ -205,7 +205,7 @@ class Recipe:
 
     @property
     def keeps_weights(self) -> bool:
-        """True if a second shard of weights rests inside the node (stage 3)."""
+        """True if a secondary shard of weights rests inside the node (stage 3)."""
         return self.shards_parameters and bool(self._kept)
 
     @property

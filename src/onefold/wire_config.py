@@ -43,13 +43,13 @@ class Wire:
             part that rounding left out.
         gradients: codec of reductions (int8 or int4: qgZ).
         secondary: on a mesh of two axes, the state that rests inside the node at stage 3.
-            "weights": a second shard of weights, from which forward and backward gather (hpZ).
+            "weights": a secondary shard of weights, from which forward and backward gather (hpZ).
             "gradients": also sums of micro-batches, so that nodes communicate once a step (HFSDP;
             the meaning of None there). At stage 2 it is the sums alone. "optimizer": all states;
             nodes are replicas of one another (HSDP, MiCS), at stages 1 to 3. False: nothing. True
             is "weights".
-        feedback: keep the rounding error of coded gradients, 4 bytes for each element sent, and add
-            it to the next step's gradients.
+        feedback: keep the rounding error of quantized gradients, 4 bytes for each element sent, and
+            add it to the next step's gradients.
 
     Sources: ZeRO++, arXiv 2306.10209, sections 3.1-3.3; SDP4Bit, arXiv 2410.15526, section 3 (the
     differences); MiCS, arXiv 2205.00119, section 3; EF-SGD, arXiv 1901.09847 (feedback).
@@ -74,7 +74,7 @@ class Wire:
             hint = 'Wire(weights=("exact", "int4-diff"))'
             raise ConfigError(wanted, f"Wire.weights={self.weights!r}", hint=hint)
         if self.feedback and not self.rounds_gradients:
-            wanted = "coded gradients for Wire.feedback, which keeps what they round off"
+            wanted = "quantized gradients for Wire.feedback, which keeps what they round off"
             hint = 'Wire(gradients="int8", feedback=True)'
             raise ConfigError(wanted, f"Wire.gradients={self.gradients!r}", hint=hint)
         if self.secondary not in (None, False, True, *SECONDARY):
@@ -107,7 +107,7 @@ class Wire:
 
     @property
     def rounds_gradients(self) -> bool:
-        """True if gradients are coded on some link."""
+        """True if gradients are quantized on some link."""
         return (self.gradients_inside, self.gradients_between) != (EXACT, EXACT)
 
     @property
@@ -151,7 +151,7 @@ def wire_of(choice: object) -> Wire:
 def fitted(wire: Wire, stage: Stage, *, has_axes: bool) -> Wire:
     """Adapt a named wire, or one on a mesh with an axis of 1, to a stage and a mesh.
 
-    Without a second shard, weights travel whole instead of as differences to it.
+    Without a secondary shard, weights travel whole instead of as differences to it.
     """
     is_whole = stage.parameter is not Placement.SHARD
     if has_axes:
@@ -209,7 +209,7 @@ def _check_one_axis(wire: Wire, *, is_whole: bool) -> None:
         )
     if wire.weights_between.endswith(DIFFERENCE) and not is_whole:
         got = f"Wire.weights={wire.weights_between!r} at stage 3 on one axis"
-        hint = "stage=2, or a mesh of two axes, where each node keeps a second shard"
+        hint = "stage=2, or a mesh of two axes, where each node keeps a secondary shard"
         raise ConfigError("weights that some rank keeps, to send differences to", got, hint=hint)
 
 
@@ -218,14 +218,16 @@ def _check_two_axes(wire: Wire, stage: Stage) -> None:
     are_partial = wire.secondary == "gradients" and stage.gradient is Placement.PARTIAL
     if are_partial or (is_whole and wire.secondary in (True, "weights")):
         raise ConfigError(
-            "stage 3 for a second shard of weights, stage 2 or 3 for one of gradients",
+            "stage 3 for a secondary shard of weights, stage 2 or 3 for one of gradients",
             f"secondary={wire.secondary!r} at a stage that keeps them whole on every rank",
             hint='secondary=None, or "optimizer" to keep all states inside the node',
         )
     if wire.secondary is False and wire.weights_between.endswith(DIFFERENCE) and not is_whole:
         got = f"Wire.weights={wire.weights_between!r} with secondary=False"
         hint = 'secondary="weights" or "gradients"'
-        raise ConfigError("a second shard inside the node, to send differences to", got, hint=hint)
+        raise ConfigError(
+            "a secondary shard inside the node, to send differences to", got, hint=hint
+        )
     if wire.secondary == "optimizer" and wire.weights_between != EXACT:
         raise ConfigError(
             "exact weights where nodes are replicas: none travel between them",

@@ -291,9 +291,9 @@ def test_a_second_shard_in_the_node_is_left_out_on_one_host_by_name(monkeypatch)
     assert found == {"stage": 3, "wire": Wire(weights="int8")}
     both = zero(**second, zero_quantized_weights=True, zero_quantized_gradients=True)
     assert converted(both) == ({"stage": 3, "wire": "zero++"}, ""), "a name adapts by itself"
-    coded = zero(mics_shard_size=2, zero_quantized_weights=True)
-    assert "mics_shard_size: none" in converted(coded)[1]
-    for config in (zero(**second), coded):
+    quantized = zero(mics_shard_size=2, zero_quantized_weights=True)
+    assert "mics_shard_size: none" in converted(quantized)[1]
+    for config in (zero(**second), quantized):
         arguments, _ = converted(config)
         run_ranks(2, lambda rank, given=arguments: onefold.shard(nn.Linear(4, 4), **given))
     monkeypatch.setenv("WORLD_SIZE", "4")

@@ -379,12 +379,12 @@ def test_precisions_of_lightning_compute_what_ddp_does():
 
 def _packed(kind: str) -> None:
     """Adapters on a base that bitsandbytes has packed."""
-    from tests.unit import test_quantised as packed
+    from tests.unit import test_quantized as packed
 
     class Packed(pl.LightningModule):
         def __init__(self, kind: str) -> None:
             super().__init__()
-            self.net, self.losses = packed.quantised(kind), []
+            self.net, self.losses = packed.quantized(kind), []
 
         def training_step(self, batch: list[Tensor], index: int) -> Tensor:
             loss = self.net(batch[0]).square().mean()

@@ -320,15 +320,28 @@ def test_pretrained_weights_fill_a_wrapper_of_a_sharded_model(tmp_path):
     run_ranks(2, body)
 
 
-def test_merging_outside_of_unsharded_is_an_error_that_names_it():
-    def body(rank: int) -> str:
-        model = adapted()
-        onefold.shard(model)
-        with pytest.raises(onefold.StateError, match=r"onefold\.unsharded") as error:
-            model.merge_adapter()
-        return str(error.value)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_low_rank_adapters_merge_outside_of_unsharded_too(stage):
+    def filled() -> nn.Module:
+        model, generator = adapted(), torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        return model
 
-    assert all("q_proj.base_layer.weight" in said for said in run_ranks(2, body))
+    def body(rank: int) -> dict[str, Tensor]:
+        model = filled()
+        onefold.shard(model, stage=stage)
+        model.merge_adapter()
+        return {name: p.full_tensor() for name, p in model.named_parameters()}
+
+    wanted = filled()
+    apart = values(wanted)
+    wanted.merge_adapter()
+    assert any(not torch.equal(value, apart[name]) for name, value in values(wanted).items())
+    for merged in run_ranks(3, body):
+        torch.testing.assert_close(merged, values(wanted), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("order", ["before", "after"])

@@ -158,7 +158,7 @@ def test_matrix_optimizers_step_whole_matrices(kind):
 
 
 @pytest.mark.parametrize("feedback", [False, True])
-def test_coded_messages_carry_every_slab(feedback):
+def test_quantized_messages_carry_every_slab(feedback):
     def body(rank):
         module, optimizer = sharded(
             wire=onefold.Wire(weights="int8", gradients="int8", feedback=feedback)

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from onefold.axes.exchange import gathered
+from onefold.axes.moves import gathered
 from onefold.axes.sequence.attention import LABEL, HeadCut, SplitAttention
 from onefold.errors import ConfigError, StateError
 from onefold.wire.collectives import Group

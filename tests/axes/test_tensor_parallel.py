@@ -214,7 +214,7 @@ def test_micro_batches_add_up(stage):
         check_close(grads, wanted, 1e-12)
 
 
-def test_other_tiers_have_the_same_bits_and_coded_wires_are_near(tmp_path):
+def test_other_tiers_have_the_same_bits_and_quantized_wires_are_near(tmp_path):
     near = run_ranks(4, trained, 2, 2, 3, {"stage": 3})[0][1]
     for offload in ("cpu", f"disk:{tmp_path}", onefold.Offload(tile=64)):
         for _, weights in run_ranks(4, trained, 2, 2, 3, {"stage": 3, "offload": offload}):

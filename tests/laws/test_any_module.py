@@ -498,9 +498,9 @@ def test_a_noncontiguous_parameter_trains(world_size):
 def test_parameters_of_several_dtypes_train(world_size):
     def build():
         net = From(
-            lambda self, x: self.last(self.coded(self.low(x.bfloat16()).float()) * self.scale),
+            lambda self, x: self.last(self.quantized(self.low(x.bfloat16()).float()) * self.scale),
             low=nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16),
-            coded=From(lambda self, x: x * self.codes.float(), codes=nn.Parameter(
+            quantized=From(lambda self, x: x * self.codes.float(), codes=nn.Parameter(
                 torch.arange(WIDTH, dtype=torch.uint8), requires_grad=False)),
             scale=nn.Parameter(torch.ones(WIDTH, dtype=torch.float64)),
             last=linear().double(),

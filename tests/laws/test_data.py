@@ -130,11 +130,17 @@ def test_an_edit_inside_forward_changes_the_elements_that_it_changes(way):
     run_ranks(4, body)
 
 
-def test_a_copy_of_data_is_an_ordinary_dtensor():
+def test_a_copy_of_data_is_a_dtensor_whose_edits_are_its_own():
     def body(rank):
         module, _ = start({"stage": 3})
-        copied = copy.deepcopy(module[0].weight.data)
-        assert type(copied) is DTensor
-        assert copied.to_local().data_ptr() != module[0].weight.to_local().data_ptr()
+        weight, unit = module[0].weight, engine_of(module).units[0]
+        before = weight.full_tensor()
+        copied = copy.deepcopy(weight.data)
+        assert isinstance(copied, DTensor)
+        edits = unit.edits.all()
+        copied.zero_()
+        assert unit.edits.all() == edits
+        assert torch.equal(weight.full_tensor(), before)
+        assert not copied.full_tensor().any()
 
     run_ranks(2, body)

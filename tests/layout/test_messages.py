@@ -60,7 +60,7 @@ def sent_and_planned(rank, wire):
 @pytest.mark.parametrize("size", [None, *SIZES])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_plan_and_run_agree_when_a_size_changes_in_its_one_place(world_size, size, monkeypatch):
-    """With exact and with quantised messages, to the byte: sent, and held in buffers."""
+    """With exact and with quantized messages, to the byte: sent, and held in buffers."""
     if size is not None:
         monkeypatch.setattr(layout_messages, size, SIZES[size])
     for wire in (Wire(), Wire(weights="int8", gradients="int4")):

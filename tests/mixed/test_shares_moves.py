@@ -142,7 +142,7 @@ def old_spans(rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("wire", [{"gradients": "int8", "feedback": True}, {"weights": "int8"}])
-def test_coded_wires_go_on_under_other_shares(wire):
+def test_quantized_wires_go_on_under_other_shares(wire):
     def body(rank, plan):
         return trained(rank, plan, wire=onefold.Wire(**wire))["values"]
 

@@ -175,7 +175,7 @@ def test_masters_and_tiers_take_part(options, tmp_path):
 @pytest.mark.parametrize("codec", [None, "int8", "int4", "int8+h"])
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 2), (1, 1, 1), (2, 1)], ids=str)
 def test_an_exchange_sends_the_closed_form(sizes, codec):
-    """Each rank sends its rows once to each other island: coded matrices, exact vectors."""
+    """Each rank sends its rows once to each other island: quantized matrices, exact vectors."""
     trained = train_islands(IslandRun(sizes, 2, steps=4, codec=codec, outer=nesterov))
     assert_alike(trained)
     shapes = [weight.shape for weight in trained[0].weights.values()]
@@ -192,9 +192,13 @@ def test_an_exchange_sends_the_closed_form(sizes, codec):
         for index in range(len(each.handle._anchors.shares))
         for message in each.handle._members.messages(index, exact=False)
     ]
-    numels = [[sum(b - a for a, b in m.coded), sum(b - a for a, b in m.exact)] for m in messages]
-    aligned = [-(-codec_of(codec).nbytes(coded) // 16) * 16 + 8 * exact for coded, exact in numels]
-    assert sum(coded for coded, _ in numels) == matrices * len(sizes)
+    numels = [
+        [sum(b - a for a, b in m.quantized), sum(b - a for a, b in m.exact)] for m in messages
+    ]
+    aligned = [
+        -(-codec_of(codec).nbytes(quantized) // 16) * 16 + 8 * exact for quantized, exact in numels
+    ]
+    assert sum(quantized for quantized, _ in numels) == matrices * len(sizes)
     assert sent == sum(aligned) * (len(sizes) - 1) * 2
     assert sent < wanted / 2
 
@@ -220,7 +224,7 @@ def regression(codec, *, feeds_back=True):
     return (trained[0].weights["weight"] - target).norm().item()
 
 
-def test_coded_exchanges_with_feedback_reach_the_optimum(monkeypatch):
+def test_quantized_exchanges_with_feedback_reach_the_optimum(monkeypatch):
     exact, int8, int4 = (regression(codec) for codec in (None, "int8", "int4"))
     assert int8 < 1.05 * exact
     assert int4 < 1.05 * exact

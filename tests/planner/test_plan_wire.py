@@ -1,4 +1,4 @@
-"""Two axes and coded wires: what a plan tells of them is what engines then send and hold."""
+"""Two axes and quantized wires: what a plan tells of them is what engines then send and hold."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class Net(nn.Module):
 NAMES = {
     "two hops": Wire(secondary=False),
     "hpZ": Wire(secondary="weights"),
-    "all coded": Wire(weights=("int8", "int8"), gradients=("int4", "int8")),
-    "coded replicas": Wire(("int8", "exact"), ("exact", "int8"), secondary="optimizer"),
+    "all quantized": Wire(weights=("int8", "int8"), gradients=("int4", "int8")),
+    "quantized replicas": Wire(("int8", "exact"), ("exact", "int8"), secondary="optimizer"),
     **{name: wire for name, wire in PRESETS.items() if name != "exact"},
 }
 CASES = [
@@ -294,12 +294,12 @@ def test_stages_that_have_no_such_wire_are_left_out_of_an_open_plan():
 
 def test_a_name_on_one_node_is_what_shard_makes_of_it():
     """Nothing is kept for a node: "hybrid" is then exact, and "zero++" a code on one axis."""
-    exact, hybrid, coded = (
+    exact, hybrid, quantized = (
         plan("tiny", cluster=Cluster(ranks=2, memory=2**30), seq=32, wire=wire, stage=3).rows[0]
         for wire in (None, "hybrid", "zero++")
     )
     assert hybrid.forecast.sent == exact.forecast.sent
-    assert coded.forecast.sent_nbytes < exact.forecast.sent_nbytes / 2
+    assert quantized.forecast.sent_nbytes < exact.forecast.sent_nbytes / 2
     assert hybrid.forecast.most_of("secondary") == 0
 
 
@@ -319,7 +319,7 @@ _PLANS = plan_units(ModuleTree.of(without_values(Net())))
 @settings(max_examples=15, deadline=None)
 @given(memory=st.integers(2, 400))
 def test_as_many_rows_as_fit_are_looked_for_on_every_wire(memory):
-    """A wire with a second shard may lose to one that has room for more rows, and may not."""
+    """A wire with a secondary shard may lose to one that has room for more rows, and may not."""
     one, two = (estimated(_PLANS, rows * 32, Precision()) for rows in (1, 2))
     recipe = Recipe(world_size=4, local_world_size=2, device_type="cuda")
     room = {"device": memory * 2**17}

@@ -1,4 +1,4 @@
-"""Two hops, replicas and coded messages in the simulator: its bytes and its monotonic laws."""
+"""Two hops, replicas and quantized messages in the simulator: its bytes and its monotonic laws."""
 
 from __future__ import annotations
 
@@ -166,12 +166,14 @@ def test_weights_of_the_node_cross_once_a_step_before_they_are_gathered_inside()
 
 
 def test_fewer_bytes_win_on_slow_links_and_coding_costs_on_fast_ones():
-    coded = nodes_of_8(3, 16, hops("gradients", "int8", "int8"))
+    quantized = nodes_of_8(3, 16, hops("gradients", "int8", "int8"))
     exact = nodes_of_8(3, 16, hops("gradients"))
     slow = replace(test_simulate.FAST_COMPUTE, outside=Link(1e8, 0.0), memory_rate=1e12)
     fast = replace(MACHINE, outside=Link(1e18, 0.0))
     work = test_simulate.work_of()
-    saved = [timed(work, exact, m).seconds - timed(work, coded, m).seconds for m in (slow, fast)]
+    saved = [
+        timed(work, exact, m).seconds - timed(work, quantized, m).seconds for m in (slow, fast)
+    ]
     assert saved[0] > 0.4 * timed(work, exact, slow).seconds
     assert saved[1] <= 0
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import onefold
-from onefold.compose import coding
-from onefold.compose.coding import code_for_products
+from onefold.compose import quantizing
+from onefold.compose.quantizing import quantize_for_products
 from onefold.engine.registry import engine_of
 from onefold.errors import CheckpointError, ConfigError
 from onefold.unit import formats
@@ -114,7 +114,7 @@ def tokens(rows: int) -> Tensor:
 
 def sharded(rest: str, **choices: Any) -> Any:
     made = model()
-    assert [kept.fqn for kept in code_for_products(made, rest)] == ["embed.weight"]
+    assert [kept.fqn for kept in quantize_for_products(made, rest)] == ["embed.weight"]
     return onefold.shard(made, stage=3, **choices)
 
 
@@ -301,7 +301,7 @@ def test_edits_backwards_and_other_files_are_named_errors(tmp_path):
 
     def run(rank: int) -> None:
         edited = seeded(Editing).bfloat16().requires_grad_(False)
-        code_for_products(edited, "int4")
+        quantize_for_products(edited, "int4")
         onefold.shard(edited)
         with pytest.raises(onefold.StateError, match=r"quantized numbers.*blocks.0.up.weight"):
             edited(tokens(2))
@@ -321,24 +321,24 @@ def test_edits_backwards_and_other_files_are_named_errors(tmp_path):
     for world_size in (1, 2):
         run_ranks(world_size, run)
     with pytest.raises(ConfigError, match="int8 or int4"):
-        code_for_products(model(), "int3")
+        quantize_for_products(model(), "int3")
     with torch.device("meta"):
         empty = Model()
-    with pytest.raises(ConfigError, match="before it is coded"):
-        code_for_products(empty, "int8")
+    with pytest.raises(ConfigError, match="before it is quantized"):
+        quantize_for_products(empty, "int8")
 
 
 # from files
 
 
-def test_weights_are_coded_while_they_are_read_one_at_a_time(tmp_path):
+def test_weights_are_quantized_while_they_are_read_one_at_a_time(tmp_path):
     save_file(model().state_dict(), tmp_path / "model.safetensors")
 
     def run(rank: int, rest: str) -> Tensor:
         with torch.device("meta"):
             module = Model().bfloat16().requires_grad_(False)
         onefold.load_pretrained(module, tmp_path)
-        code_for_products(module, rest)
+        quantize_for_products(module, rest)
         values = module.__dict__[PROMISED]._values
         alive: list[Any] = []
         fill = values.fill
@@ -377,7 +377,7 @@ def test_the_peak_of_loading_is_the_packed_bytes_and_a_few_matrices(tmp_path):
         with torch.device("meta"):
             module = Wide(layers).bfloat16().requires_grad_(False)
         onefold.load_pretrained(module, tmp_path / str(layers))
-        code_for_products(module, "int4")
+        quantize_for_products(module, "int4")
         return onefold.shard(module)
 
     pid = os.fork()
@@ -387,14 +387,14 @@ def test_the_peak_of_loading_is_the_packed_bytes_and_a_few_matrices(tmp_path):
             torch.set_num_threads(1)
             load(1)  # imports, and memory that the allocator keeps
             before, seen = private_nbytes(), []
-            encode = coding.encode
+            encode = quantizing.encode
 
             def watched(*args: Any) -> Tensor:
                 message = encode(*args)
                 seen.append(private_nbytes() - before)  # the exact matrix is still there
                 return message
 
-            coding.encode = watched
+            quantizing.encode = watched
             load(24)
             matrix = 2 * 2048 * 1024  # in bf16
             most = 24 * matrix * 9 // 32 + 8 * matrix  # blocks in fp32 and int32: 1 matrix each
@@ -461,7 +461,7 @@ def test_transformers_generate_the_tokens_of_one_process_on_any_number_of_ranks(
 
     def run(rank: int) -> Any:
         module = language_model(name)
-        kept = code_for_products(module, rest)
+        kept = quantize_for_products(module, rest)
         assert [each.fqn for each in kept] == EXACT.get(name, [each.fqn for each in kept])
         assert all("embedding" in k.reason or "Router" in k.reason for k in kept)
         onefold.shard(module)
@@ -482,7 +482,7 @@ def test_experts_are_multiplied_one_by_one_or_decoded_one_unit_at_a_time(experts
 
     def run(rank: int) -> Any:
         module = language_model(name, experts)
-        code_for_products(module, rest)
+        quantize_for_products(module, rest)
         onefold.shard(module)
         found = outputs_of(module)
         memory = onefold.report(module).memory.get("unsharded", {})

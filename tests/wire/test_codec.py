@@ -278,7 +278,7 @@ def hadamard() -> Tensor:
     return torch.kron(torch.kron(torch.kron(torch.kron(two, two), two), two), two)
 
 
-def test_rotated_blocks_are_quantised_products_with_hadamards_matrix():
+def test_rotated_blocks_are_quantized_products_with_hadamards_matrix():
     values = gaussian(1024)
     rotated = (values.double().view(-1, 32) @ hadamard() / 32).float().flatten()
     back = there_and_back(codec_of("int8"), rotated).double().view(-1, 32) @ hadamard()

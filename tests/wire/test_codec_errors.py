@@ -1,4 +1,4 @@
-"""What codecs lose in a mean over ranks is what the theory of uniform quantisers says."""
+"""What codecs lose in a mean over ranks is what the theory of uniform quantizers says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Error feedback: what coded gradients round off comes with the next step, or not at all."""
+"""Error feedback: what quantized gradients round off comes with the next step, or not at all."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Case:
             (self.plain(x).square().mean() * scale).backward()
 
     def step(self, *xs, clip=None):
-        """One step, noted in the sums; their largest error in the largest of what is coded."""
+        """One step, noted in the sums; their largest error in the largest of what is quantized."""
         self.backward(xs)
         for index, p in enumerate(self.plain.parameters()):
             if p.grad is not None:
@@ -127,7 +127,7 @@ def frozen():
 def test_what_is_kept_is_what_is_sent_in_fp32_and_was_predicted(
     world_size, shape, stage, wire, hops
 ):
-    """Own rows are not sent; vectors are not coded; frozen weights have no gradients."""
+    """Own rows are not sent; vectors are not quantized; frozen weights have no gradients."""
 
     def body(rank):
         case = Case(rank, wire, shape, stage, frozen)
@@ -227,5 +227,5 @@ def test_a_loaded_checkpoint_owes_nothing(tmp_path):
 
 @pytest.mark.parametrize("fields", [{}, {"weights": "int8"}, {"gradients": ("exact", "exact")}])
 def test_feedback_of_exact_gradients_is_refused(fields):
-    with pytest.raises(onefold.ConfigError, match=r"coded gradients for Wire\.feedback"):
+    with pytest.raises(onefold.ConfigError, match=r"quantized gradients for Wire\.feedback"):
         Wire(feedback=True, **fields)

@@ -12,10 +12,10 @@ from onefold.layout.ledger import Kind, Ledger
 from onefold.layout.messages import PACK_NBYTES, SHARE_NBYTES
 from onefold.layout.rows import Layout, round_up
 from onefold.wire.codec import codec_of
-from onefold.wire.coded import Coded
 from onefold.wire.collectives import Group
 from onefold.wire.exchange import Exchange
 from onefold.wire.message_cut import MessageLayout
+from onefold.wire.quantized import Quantized
 from onefold.wire.transport import Composed, Reduction
 from tests.support.ranks import run_processes, run_ranks
 
@@ -125,11 +125,11 @@ def test_gloo_processes_move_the_same_bits_as_threads():
     run_processes(3, _over_gloo)
 
 
-def coded(rank, world_size):
+def quantized(rank, world_size):
     """One reduction of a matrix and a vector; what it sent, held, and what came of it."""
     layout = Layout.build([("matrix", (48, 64)), ("vector", (33,))], world_size)
     group, ledger = Group.of(dist.group.WORLD), Ledger()
-    transport = Coded(Composed(Exchange(group, ledger)), codec_of("int8"))
+    transport = Quantized(Composed(Exchange(group, ledger)), codec_of("int8"))
     partials = [torch.full((slot.numel,), float(rank)) for slot in layout.slots]
     out = [torch.empty(slot.piece_numel(rank)) for slot in layout.slots]
     cut = MessageLayout(layout.slots, None, group, 4)
@@ -152,5 +152,5 @@ def coded(rank, world_size):
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_a_coded_reduction_holds_what_it_sends_and_what_it_receives_and_no_copy(world_size):
-    run_ranks(world_size, coded, world_size)
+def test_a_quantized_reduction_holds_what_it_sends_and_what_it_receives_and_no_copy(world_size):
+    run_ranks(world_size, quantized, world_size)

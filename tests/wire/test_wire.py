@@ -1,4 +1,4 @@
-"""Coded messages: fewer bytes, replicas that agree, losses that stay close, errors that tell."""
+"""Quantized messages: fewer bytes, replicas that agree, losses that stay close, clear errors."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def close(got, wanted, within):
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("wire", WIRES, ids=str)
-def test_coded_messages_train_nearly_as_exact_ones(wire, stage):
+def test_quantized_messages_train_nearly_as_exact_ones(wire, stage):
     """Every wire at every stage, on two and three ranks in turn."""
     world_size = 2 + (WIRES.index(wire) + stage) % 2
     close(run_job(job(wire, clip=0.1), world_size, stage), exact(world_size, stage), 0.02)
@@ -69,7 +69,7 @@ def test_differences_train_nearly_as_exact_messages(wire, stage):
 
 @pytest.mark.parametrize("wire", [*WIRES, *DIFFERENCES], ids=str)
 @pytest.mark.parametrize("secondary", SECONDARIES)
-def test_coded_hops_train_nearly_as_exact_ones(wire, secondary):
+def test_quantized_hops_train_nearly_as_exact_ones(wire, secondary):
     """Every wire at every placement, with one and two micro-batches in turn."""
     if secondary is False and wire.weights_between.endswith("-diff"):
         pytest.skip("no replica to send differences to: refused")
@@ -80,13 +80,13 @@ def test_coded_hops_train_nearly_as_exact_ones(wire, secondary):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_nodes_that_are_replicas_stay_the_same_under_a_coded_wire(stage):
+def test_nodes_that_are_replicas_stay_the_same_under_a_quantized_wire(stage):
     """`run_axes` compares all ranks bit for bit."""
     wire = Wire(gradients=("exact", "int8"), secondary="optimizer")
     close(run_axes(job(wire), (2, 2), stage), run_axes(job(None), (2, 2), stage), 0.02)
 
 
-def test_a_run_with_coded_messages_repeats_itself_bit_for_bit():
+def test_a_run_with_quantized_messages_repeats_itself_bit_for_bit():
     work = job(PRESETS["zero++"], options={"precision": "bf16"})
     assert_same_bits(run_axes(work, (2, 2), 3), run_axes(work, (2, 2), 3))
 
@@ -230,7 +230,7 @@ def test_ranks_with_different_meshes_are_told():
     run_ranks(4, body)
 
 
-def test_empty_and_tiny_parameters_travel_coded():
+def test_empty_and_tiny_parameters_travel_quantized():
     class Odd(nn.Module):
         def __init__(self):
             super().__init__()

@@ -1,4 +1,4 @@
-"""Bytes on two axes and coded wires: what is sent between nodes and inside, and what is held."""
+"""Bytes on two axes and quantized wires: what is sent between and inside nodes, and held."""
 
 from __future__ import annotations
 
@@ -112,14 +112,14 @@ def test_stages_that_keep_weights_send_everything_once_a_step(stage, micros):
 
 
 def parcel(codec, *matrices, vectors):
-    """Bytes of one message: coded matrices, then fp32 vectors, each part at a multiple of 16."""
+    """Bytes of a message: quantized matrices, then fp32 vectors, each at a multiple of 16."""
     parts = [codec_of(codec).nbytes(numel) for numel in matrices] + [4 * n for n in vectors]
     return sum(round_up(nbytes, ALIGN_NBYTES) for nbytes in parts)
 
 
 @pytest.mark.parametrize("name", ["zero++", "recommended", "zero++diff"])
 @pytest.mark.parametrize("micros", [1, 3])
-def test_coded_messages_have_the_bytes_of_their_codec(name, micros):
+def test_quantized_messages_have_the_bytes_of_their_codec(name, micros):
     """A tag for each node rides with weights; three flags of a unit with gradients."""
     wire = PRESETS[name]
     weights = wire.weights_between.removesuffix("-diff")
@@ -163,7 +163,7 @@ HELD = [
      for micros in ((1, 3) if index < 5 else (1 + 2 * (index % 2),))],
 )  # fmt: skip
 def test_what_is_held_for_the_node_was_predicted(shape, stage, wire, precision, micros):
-    """Micro-batches meet every placement of weights; of coded wires one number or the other."""
+    """Micro-batches meet every placement of weights; of quantized wires one number or the other."""
     report = run_ranks(shape[0] * shape[1], train, shape, stage, wire, micros, precision)[0]
     assert report.differing() == {}, report.verdict
     keeps = stage == 3 and wire.secondary in (None, "weights", "gradients")

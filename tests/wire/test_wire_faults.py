@@ -1,4 +1,4 @@
-"""What goes wrong on a coded or two-hop wire is an error, or put right: nothing stale is used."""
+"""What goes wrong on a quantized or two-hop wire is an error, or mended: nothing stale is used."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def two_by_two():
     ("stage", "secondary"), [(3, None), (3, "weights"), (3, False), (2, None), (3, "optimizer")]
 )
 def test_a_bad_row_that_some_ranks_alone_would_sum_skips_the_step_on_all(stage, secondary):
-    """Exact inside the node, coded between: ranks of one place see what is not finite."""
+    """Exact inside the node, quantized between: ranks of one place see what is not finite."""
 
     def body(rank):
         module = seeded(lambda: nn.Linear(8, 64))
@@ -67,7 +67,7 @@ def test_one_bad_step_is_skipped_alone_where_gradients_are_zeroed_in_place():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_edited_weights_are_what_coded_messages_send(dtype):
+def test_edited_weights_are_what_quantized_messages_send(dtype):
     """In bf16 there are masters, which follow edits before they are sent."""
 
     def body(rank):
@@ -161,7 +161,7 @@ def test_a_module_that_runs_on_one_rank_inside_unsharded_asks_nothing_of_the_oth
     assert run_ranks(4, body) == [0] * 4
 
 
-def test_integer_parameters_travel_as_they_are_beside_coded_weights():
+def test_integer_parameters_travel_as_they_are_beside_quantized_weights():
     class Counting(nn.Module):
         def __init__(self):
             super().__init__()

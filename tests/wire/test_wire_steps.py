@@ -1,4 +1,4 @@
-"""Coded gradients that are not finite, whoever steps: one bad step is skipped, and only that."""
+"""Quantized gradients that are not finite, whoever steps: one bad step alone is skipped."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Coded wires beside everything else that a unit can be: tiers, recompute, odd parameters, saves.
+"""Quantized wires with everything else that a unit can be: tiers, recompute, odd parameters, saves.
 
-What the rest of a run does must not change a bit of it, as under an exact wire: what is coded, and
-when, hangs on values alone. Losses are near those of exact messages (tests/wire/test_wire.py).
+What the rest of a run does must not change a bit of it, as under an exact wire: what is quantized,
+and when, hangs on values alone. Losses are near those of exact messages (tests/wire/test_wire.py).
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ def test_loading_what_was_saved_changes_no_bit_of_weights_sent_whole(tmp_path):
     same_bits(run_ranks(WORLD, lambda rank: train(rank, way, between=between)), wanted_of(way))
 
 
-def test_tiled_weights_travel_exactly_beside_coded_ones():
-    """The tied embedding is tiled, so results differ from those of coded ones by the rounding."""
+def test_tiled_weights_travel_exactly_beside_quantized_ones():
+    """The tied embedding is tiled, so results differ from quantized ones by the rounding."""
     way = "zero++"
     got = run_ranks(WORLD, lambda rank: train(rank, way, offload=Offload(tile=2048)))
     for (losses, weights), (wanted, _) in zip(got, wanted_of(way), strict=True):

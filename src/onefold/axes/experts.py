@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.func import functional_call
 
-from onefold.axes.exchange import moved, of_ranks
+from onefold.axes.moves import moved, of_ranks
 from onefold.errors import ConfigError
 from onefold.layout.cut import bounds_of
 from onefold.layout.model_axes import dtensor_of

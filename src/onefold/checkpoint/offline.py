@@ -28,8 +28,8 @@ from onefold.checkpoint.metadata import (
     Piece,
     SavedTensor,
 )
+from onefold.checkpoint.packed_weights import is_offset, packed_among
 from onefold.checkpoint.pretrained import begin, write_small_files
-from onefold.checkpoint.quantized import is_offset, packed_among
 from onefold.checkpoint.source import Source, first_names, open_source
 from onefold.errors import CheckpointError
 from onefold.layout.cut import spans_of

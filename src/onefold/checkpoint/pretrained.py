@@ -29,7 +29,13 @@ from onefold.checkpoint.agreement import (
 from onefold.checkpoint.archives import bytes_of
 from onefold.checkpoint.contents import config_of
 from onefold.checkpoint.directory import Draft
-from onefold.checkpoint.quantized import is_note, is_offset, offset_in, offset_of, refuse_coded
+from onefold.checkpoint.packed_weights import (
+    is_note,
+    is_offset,
+    offset_in,
+    offset_of,
+    refuse_quantized,
+)
 from onefold.checkpoint.stages import ShardedModel, persistent_buffers
 from onefold.engine.registry import engine_of, find_engine
 from onefold.errors import CheckpointError, StateError, listed
@@ -66,7 +72,7 @@ def write_pretrained(
 
     def prepare() -> str:
         hint = "save the module inside `with onefold.unsharded(module):`"
-        refuse_coded(model.parameters(), hint)
+        refuse_quantized(model.parameters(), hint)
         draft = Draft(Path(os.path.abspath(directory)))
         model.wait_steps()
         if model.rank == 0:
@@ -185,13 +191,13 @@ def load_pretrained(module: nn.Module, directory: str | os.PathLike[str]) -> nn.
 
 
 def _refuse_packed(module: nn.Module) -> None:
-    """Raise `CheckpointError` for a quantised module that is not sharded yet."""
+    """Raise `CheckpointError` for a quantized module that is not sharded yet."""
     for name, parameter in module.named_parameters():
         if packed.is_packed(parameter):
             raise CheckpointError(
                 f"parameter {name!r} to be a plain tensor, or sharded",
                 f"a {type(parameter).__name__}",
-                hint="quantised weights have their values when from_pretrained returns; to load "
+                hint="quantized weights have their values when from_pretrained returns; to load "
                 "others, call onefold.load_pretrained after onefold.shard",
             )
 

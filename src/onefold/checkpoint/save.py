@@ -23,7 +23,7 @@ from onefold.checkpoint.background import BackgroundThread, Notes, poll
 from onefold.checkpoint.checked_files import FileRecord
 from onefold.checkpoint.contents import Contents, Facts, config_of
 from onefold.checkpoint.directory import MANIFEST, Draft, Manifest, prune
-from onefold.checkpoint.quantized import refuse_coded
+from onefold.checkpoint.packed_weights import refuse_quantized
 from onefold.checkpoint.stages import Modules, Optimizers, Stages
 from onefold.checkpoint.storage import RankFiles, write
 from onefold.errors import CheckpointError, Failure
@@ -86,7 +86,7 @@ def save(
         models = [model if frozen else model.trainable() for model in stages.models(optimizer)]
         for model in models:
             hint = "keep the files that it was read from, or save onefold.full_state_dict(module)"
-            refuse_coded(model.parameters(), hint, are_kernels=True)
+            refuse_quantized(model.parameters(), hint, are_kernels=True)
         model, engine = models[0], models[0].engine
         if model.rank == 0:
             draft.check()

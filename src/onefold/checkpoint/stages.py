@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from onefold.checkpoint.agreement import together
 from onefold.checkpoint.directory import OptimizerRecord
-from onefold.checkpoint.quantized import notes_of
+from onefold.checkpoint.packed_weights import notes_of
 from onefold.engine.engine import Engine
 from onefold.engine.registry import engine_of
 from onefold.engine.structure import rename

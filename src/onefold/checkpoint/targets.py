@@ -260,7 +260,7 @@ class Targets:
             return None
         is_like_weight = saved.shape == parameter.shape != ()
         unit = parameter.unit
-        if not is_like_weight or not binding.is_elementwise:
+        if not is_like_weight or not binding.is_flat:
             return _empty(saved, unit.context.store.device)
         key = self._states[name][1:]
         if unit.steps_in_blocks and len(key) == 1:  # into the unit's own moments

@@ -23,7 +23,7 @@ from onefold.compose.tiers import budget_of, build_tiers, describe
 from onefold.config import STAGES, Offload
 from onefold.engine import guards
 from onefold.engine.adapters import show_whole
-from onefold.engine.coupled import check_separable
+from onefold.engine.behaviour import check_step
 from onefold.engine.engine import Engine
 from onefold.engine.first_batch import compare_first_batches
 from onefold.engine.hooks import InferenceHooks, ModuleHooks, hook
@@ -69,9 +69,8 @@ Source = tuple[Initialisers, Values | None]
 def build(parts: ModuleParts, resolved: Resolved) -> None:
     """Shard the module in place under a recipe. A collective."""
     recipe, ranks, device = resolved.recipe, resolved.ranks, resolved.device
-    for optimizer in parts.optimizers:
-        check_separable(optimizer, recipe)
     group, shards = ranks.everyone, ranks.shards(are_replicas=recipe.are_replicas)
+    together(group, lambda: [check_step(optimizer, recipe) for optimizer in parts.optimizers])
     budget = budget_of(recipe, parts.plans, parts.optimizers, shards.rank)
     rests = describe(recipe, budget, resolved.why_fraction)
     LOG.info("rank %d: %s", group.rank, rests or "all state rests on the device")

@@ -113,11 +113,11 @@ def check_parameters(parameters: Sequence[Owned]) -> None:
 
 
 def _check_packed(owned: Owned) -> None:
-    """Raise `ConfigError` for a quantised weight whose bytes cannot be sharded as they are."""
+    """Raise `ConfigError` for a quantized weight whose bytes cannot be sharded as they are."""
     problem = packed.problem_of(owned.parameter, owned.owners)
     if problem is not None:
         got, hint = problem
-        raise ConfigError(f"parameter {owned.fqn!r} to be quantised for good", got, hint=hint)
+        raise ConfigError(f"parameter {owned.fqn!r} to be quantized for good", got, hint=hint)
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], parameters: Sequence[Owned]) -> None:

@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.optim import Optimizer
 
-from onefold.engine.rules import steps_elements, whole_matrices
+from onefold.engine.behaviour import behaviour_of
+from onefold.engine.rules import whole_matrices
 from onefold.errors import ConfigError
 from onefold.layout.model_axes import ModelCut
 from onefold.layout.module_tree import ModuleTree
@@ -88,7 +89,8 @@ def check_choices(
             )
     for optimizer in optimizers:
         held = {id(t) for group in optimizer.param_groups for t in group["params"]}
-        for owned in [] if steps_elements(optimizer) else cuts:
+        is_elementwise = behaviour_of(optimizer).kind == "elementwise"
+        for owned in [] if is_elementwise else cuts:
             if id(owned.parameter) in held and not (owned.model and owned.model.is_replicated):
                 raise whole_matrices(owned.fqn, str(owned.model), optimizer)
 

@@ -282,7 +282,7 @@ def _settle_stage(task: _Task, settled: Resolved) -> Resolved:
     else:
         recipe = _at_stage(recipe, recipe.stage, adapts=adapts)
     if arguments.mixes_tiers and recipe.keeps_weights:
-        raise checks.mixed_tiers("the same tiers on every rank, for a second shard in each node")
+        raise checks.mixed_tiers("the same tiers on every rank, for a secondary shard in each node")
     return replace(settled, recipe=recipe, why_stage=why, has_room=has_room)
 
 

@@ -10,9 +10,9 @@ from onefold.layout.ledger import Ledger
 from onefold.recipe import Recipe
 from onefold.unit.context import Hops, Routes
 from onefold.wire.codec import codec_of
-from onefold.wire.coded import Coded
 from onefold.wire.collectives import Group
 from onefold.wire.exchange import Exchange
+from onefold.wire.quantized import Quantized
 from onefold.wire.ranks import Ranks
 from onefold.wire.transport import Composed, LocalTransport, Transport
 from onefold.wire.wrapped import Streamed, Timed
@@ -29,7 +29,7 @@ class Links:
     divisor: int = 0  # of sums of gradients; 0: the ranks that a transport joins
 
     def transport(self, group: Group, codec: str = EXACT, where: str = "") -> Transport:
-        """Make a transport between the ranks of a group, exact or coded."""
+        """Make a transport between the ranks of a group, exact or quantized."""
         if group.world_size == 1:
             return LocalTransport(group)
         is_device = self.device.type != "cpu"
@@ -37,7 +37,7 @@ class Links:
         exchange = Exchange(group, self.ledger, native=native, where=where)
         composed = Composed(exchange, reduce=self.reduce, divisor=self.divisor)
         word = codec.removesuffix(DIFFERENCE)
-        inner = composed if word == EXACT else Coded(composed, codec_of(word))
+        inner = composed if word == EXACT else Quantized(composed, codec_of(word))
         timed = Timed(inner, self.ledger, is_queued=is_device)
         return Streamed(timed, self.device) if is_device else timed
 

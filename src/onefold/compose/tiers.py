@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from onefold.config import Offload
-from onefold.engine.rules import moments_after_first_step, rule_of, steps_elements
+from onefold.engine.behaviour import behaviour_of, moments_of_group
 from onefold.errors import TierError
 from onefold.fit.bounds import RankMemory
 from onefold.layout.flat import stepped_itemsize, unit_bytes
@@ -91,9 +91,10 @@ def moments_of(
     members = {id(owned.parameter) for owned in plan.members if owned.parameter.requires_grad}
     moments: dict[str, torch.dtype] = {}
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            if steps_elements(optimizer) and any(id(p) in members for p in group["params"]):
-                moments |= moments_after_first_step(rule_of(optimizer, group), stepped)
+        is_elementwise = behaviour_of(optimizer).kind == "elementwise"
+        for group in optimizer.param_groups if is_elementwise else ():
+            if any(id(p) in members for p in group["params"]):
+                moments |= moments_of_group(optimizer, group, stepped)
     return moments
 
 

@@ -1,122 +1,58 @@
-"""Find optimizers whose parameters are coupled: stepping them together differs from apart.
+"""Step optimizers that need all parameters at once: D-Adaptation, Prodigy, LBFGS.
 
-D-Adaptation and Prodigy estimate one learning rate from all parameters, and global clipping takes
-one norm. Where ranks step different parameters, each rank would compute another number. A probe
-finds such a class by its behaviour: it steps two small parameters together and apart.
+D-Adaptation and Prodigy estimate one learning rate from sums over all elements. `summed_rows` makes
+a tensor class whose sums are those over the rows of all ranks, so the class's own step runs on the
+rows of each rank. It sends a few numbers for each flat group, and keeps no other state.
 
-At stage 0 LBFGS searches over all parameters: `share_losses` lets ranks search alike.
+LBFGS searches over all parameters. `share_losses` lets ranks that hold whole copies search alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from copy import deepcopy
-from inspect import Parameter, signature
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch import Tensor
 
-from onefold.engine.rules import unhooked_step
-from onefold.errors import ConfigError
-from onefold.recipe import Recipe
 from onefold.wire.collectives import Group
 
-SCALES = (1.0, 3.0, 0.5, 40.0, 2.0, 0.1)
-"""Gradients of the probe's steps, relative to one another: a sudden one is clipped."""
+ADDED = ("sum", "dot", "vdot", "any")
+"""Names of functions whose result over all rows is the sum (of `any`: above 0) of the ranks'."""
 
 
-def check_separable(optimizer: Optimizer, recipe: Recipe) -> None:
-    """Raise `ConfigError` if ranks step different parameters, and the class needs them together.
+def summed_rows(total: Callable[[Tensor], Tensor]) -> type[Tensor]:
+    """Return a class of tensors, the rows of one rank, whose sums are those over all ranks.
 
-    A class that cannot be built from its hyper-parameters, or cannot step two float32 matrices on a
-    CPU, is not probed: it is taken to step each parameter by itself.
+    `total` takes this rank's sum, without dimensions, and returns that over all ranks: it waits for
+    them. Every rank makes the same sums in the same order. A result of these tensors is one of
+    them, but for numbers. Other functions from rows to a number raise `TypeError`,
+    and so does counting elements.
     """
-    is_spread = recipe.rest_world > 1 or any(unit.ranks for unit in recipe.units)
-    if not is_spread:
-        return
-    if isinstance(optimizer, LBFGS):
-        why = "which searches over all parameters at once"
-    elif type(optimizer).__module__.startswith("torch.optim."):
-        return  # none of the others is coupled
-    elif is_coupled(optimizer):
-        why = "whose step of a parameter depends on the other parameters"
-    else:
-        return
-    raise ConfigError(
-        "an optimizer that steps each parameter by itself, as ranks step different ones",
-        f"{type(optimizer).__name__}, {why}",
-        hint="use stage=0, where every rank steps all parameters, or another optimizer, "
-        "such as AdamW",
-    )
+
+    class SummedRows(Tensor):
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            if func.__name__ == "numel":
+                raise TypeError("a number of rows is not that over all ranks")
+            result = super().__torch_function__(func, types, args, kwargs or {})
+            if not (isinstance(result, SummedRows) and _drops_rows(result, args)):
+                return result
+            with torch._C.DisableTorchFunctionSubclass():
+                own = result.as_subclass(Tensor)
+                if func.__name__ not in ADDED:
+                    raise TypeError(f"{func.__name__} of the rows of one rank is not a sum")
+                return total(own.float()) > 0 if func.__name__ == "any" else total(own)
+
+    return SummedRows
 
 
-def is_coupled(optimizer: Optimizer) -> bool:
-    """True if a probe of the optimizer's class, with its hyper-parameters, is coupled.
-
-    It compares weights, and the numbers that a class keeps in its groups. The optimizer itself, and
-    the global generator, stay as they are. A class that draws random numbers is not compared.
-    """
-    before = torch.get_rng_state()
-    try:
-        together, *apart = [_probe(optimizer, which) for which in ((0, 1), (0,), (1,))]
-    except Exception:  # whatever a class raises on parameters that it is not made for
-        return False
-    finally:
-        draws = not torch.equal(before, torch.get_rng_state())
-        if draws:
-            torch.set_rng_state(before)
-    if any(not isinstance(key, Tensor) for key in together.state):
-        return True
-    weights = [p.detach().nan_to_num() for probe in apart for p in probe.param_groups[0]["params"]]
-    shared = [p.detach().nan_to_num() for p in together.param_groups[0]["params"]]
-    is_same = all(map(torch.equal, shared, weights))
-    is_same &= all(_numbers(probe) == _numbers(together) for probe in apart)
-    return not (is_same or draws)
-
-
-def _probe(optimizer: Optimizer, which: Sequence[int]) -> Optimizer:
-    """Return an optimizer of the class that has stepped some of two small matrices."""
-    kind = type(optimizer)
-    matrices = [torch.linspace(-0.3, 0.4, 6).view(2, 3), torch.linspace(0.1, 0.9, 12).view(3, 4)]
-    directions = [torch.linspace(0.02, -0.01, 6).view(2, 3), torch.linspace(1, 2, 12).view(3, 4)]
-    parameters = [nn.Parameter(matrices[index]) for index in which]
-    group = {k: deepcopy(v) for k, v in optimizer.param_groups[0].items() if _is_plain(v)}
-    probe = kind([{**group, "params": parameters}], **_arguments(optimizer))
-    step = unhooked_step(kind)
-    with torch.no_grad():
-        for scale in SCALES:
-            for parameter, index in zip(parameters, which, strict=True):
-                parameter.grad = directions[index] * scale
-            step(probe)
-    return probe
-
-
-def _numbers(probe: Optimizer) -> str:
-    return repr({key: v for key, v in probe.param_groups[0].items() if _is_plain(v)})
-
-
-def _arguments(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the arguments of the optimizer's constructor, as far as they can be read from it."""
-    known = {**vars(optimizer), **optimizer.defaults, **optimizer.param_groups[0]}
-    _, *parameters = signature(type(optimizer)).parameters.values()
-    named = [
-        p.name
-        for p in parameters
-        if p.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-    ]
-    return {
-        name: deepcopy(known[name]) for name in named if name in known and _is_plain(known[name])
-    }
-
-
-def _is_plain(value: object) -> bool:
-    """True for numbers, words and small tensors, and tuples of them: not for parameters."""
-    if isinstance(value, tuple):
-        return all(map(_is_plain, value))
-    is_number = isinstance(value, Tensor) and value.numel() == 1 and value.is_leaf
-    return is_number or value is None or isinstance(value, bool | int | float | str)
+def _drops_rows(result: Tensor, args: tuple[Any, ...]) -> bool:
+    """True for one number from a tensor of several dimensions or elements."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return result.dim() == 0 and any(isinstance(arg, Tensor) and arg.dim() > 0 for arg in args)
 
 
 def share_losses(

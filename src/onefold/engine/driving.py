@@ -18,7 +18,7 @@ class Verb(IntEnum):
     """One thing to do with one unit; with `NO_UNIT`, with none."""
 
     FETCH = auto()  # bring this rank's rows near, if they rest in another tier
-    FILL = auto()  # begin to fill the node's second shard of weights
+    FILL = auto()  # begin to fill the node's secondary shard of weights
     GATHER = auto()  # begin to gather the unsharded weights
     SHOW = auto()  # wait for that gather, let modules see unsharded parameters
     HIDE = auto()  # let modules see sharded parameters again

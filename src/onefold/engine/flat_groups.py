@@ -20,6 +20,7 @@ from onefold.engine.blocked_adam import BlockedAdam
 from onefold.engine.blocks import Segment, UnitStep
 from onefold.engine.rules import Rule, is_moment, state_after_first_step
 from onefold.errors import ConfigError
+from onefold.layout.model_axes import local_of
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.unit import Unit
 
@@ -33,7 +34,7 @@ class FlatGroup:
     parameters: list[UnitParameter]
     start: int  # in the unit's flat buffers
     weight: Tensor  # [numel], a view of the unit's weight
-    tensor: nn.Parameter  # [numel], a view of the unit's weight or master
+    tensor: Tensor  # [numel], a leaf, a view of the unit's weight or master
     state: State = field(default_factory=dict)
 
     @property
@@ -73,7 +74,8 @@ class FlatGroup:
 class FlatStep:
     """Replaces sharded parameters by flat groups while an elementwise optimizer steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: type[Tensor] | None = None) -> None:
+        self._rows = rows  # how the class's own step sees weights and states; None: as tensors
         # for each unit, the parameters for which it was cut, and its flat groups by optimizer group
         self._cuts: dict[Unit, tuple[object, list[list[FlatGroup]]]] = {}
         self._entered: dict[Tensor, FlatGroup] = {}  # by the tensor that the class's own step sees
@@ -124,7 +126,7 @@ class FlatStep:
                 cut = self._flat_groups(unit, members)
                 for tensors, flats, rule in zip(stand_ins, cut, rules, strict=True):
                     for flat in flats:
-                        tensors[flat.tensor] = flat.state
+                        tensors[flat.tensor] = self._seen(flat, self._rows)
                         self._entered[flat.tensor] = flat
                         if not self._step_at_once(flat, rule):
                             left.add(unit)
@@ -140,8 +142,15 @@ class FlatStep:
             rule.step(stepped, grad, weight, flat.state)
             self.rounded.add(flat.unit)
             return True
-        flat.tensor.grad = grad.to(stepped.dtype)
+        grad = grad.to(stepped.dtype)
+        flat.tensor.grad = grad if self._rows is None else grad.as_subclass(self._rows)
         return False
+
+    def _seen(self, flat: FlatGroup, rows: type[Tensor] | None) -> State:
+        """Return the states of a flat group, their rows as tensors of class `rows`."""
+        if rows is None:
+            return flat.state
+        return {k: v.as_subclass(rows) if flat.is_flat(v) else v for k, v in flat.state.items()}
 
     def take_over(self, flats: Sequence[Tensor]) -> None:
         """See `OptimizerBinding.take_over`."""
@@ -163,6 +172,7 @@ class FlatStep:
             after = state.get(flat.tensor, {})
             if after is not flat.state:
                 flat.state = after
+                flat.state = self._seen(flat, self._rows and Tensor)
                 self._shown.pop(flat.parameters[0], None)
         for flat in (flat for _, cut in self._cuts.values() for flats in cut for flat in flats):
             shown = self._shown.get(flat.parameters[0])
@@ -229,7 +239,10 @@ class FlatStep:
         if not _has_flat_grad(parameters[0]):  # its gradient has no gap behind it
             stop = start + parameters[0].local.numel()
         weight, stepped = unit.weight.tensor[start:stop], unit.stepped[start:stop]
-        flat = FlatGroup(parameters, start, weight, nn.Parameter(stepped))
+        shown: Tensor = nn.Parameter(stepped)
+        if self._rows is not None:
+            shown = stepped.as_subclass(self._rows).requires_grad_()
+        flat = FlatGroup(parameters, start, weight, shown)
         states = {p: self._imported.get(p, {}) for p in parameters}
         for name, value in states[parameters[0]].items():
             if _is_rows(parameters[0], name, value):
@@ -319,7 +332,7 @@ def _own_rows(parameter: UnitParameter, name: str, value: object) -> object:
     if shape == parameter.shape and shape != ():
         return parameter.unwrap(value.detach()).to(parameter.unit.stepped.dtype)
     if value.numel() == 1:
-        return value.detach().clone()
+        return local_of(value.detach()).clone()
     raise cannot_cut(parameter.fqn, name, parameter.shape, shape)
 
 

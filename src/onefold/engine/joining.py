@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
-from onefold.engine.coupled import check_separable
+from onefold.engine.behaviour import behaviour_of, check_step
 from onefold.engine.engine import Engine
 from onefold.engine.flat_groups import cannot_cut
 from onefold.engine.optimizer import OptimizerBinding
-from onefold.engine.rules import steps_elements
 from onefold.errors import StateError
 
 
@@ -40,7 +39,7 @@ def bind(optimizer: Optimizer, engine: Engine) -> OptimizerBinding:
 
 def check_state(fqn: str, parameter: nn.Parameter, optimizer: Optimizer) -> None:
     """Raise `ConfigError` if an optimizer that has stepped holds state that cannot be cut."""
-    if steps_elements(optimizer):
+    if behaviour_of(optimizer).kind == "elementwise":
         for name, value in optimizer.state.get(parameter, {}).items():
             is_tensor = isinstance(value, Tensor)
             if is_tensor and value.numel() != 1 and value.shape != parameter.shape:
@@ -72,7 +71,7 @@ class _Adoption:
                 hint="onefold.shard trains a module: its weights rest in the same tiers",
             )
         if any(key in engine.by_sharded for key in held):
-            check_separable(optimizer, engine.recipe)
+            check_step(optimizer, engine.recipe)
             bind(optimizer, engine)
 
 

@@ -16,29 +16,25 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from onefold.engine.behaviour import behaviour_of, moments_of_group
 from onefold.engine.blocks import reserve_slots
-from onefold.engine.coupled import share_losses
+from onefold.engine.coupled import share_losses, summed_rows
 from onefold.engine.engine import Engine
 from onefold.engine.flat_groups import NUMBERS, FlatStep
 from onefold.engine.matrix import MatrixStep
 from onefold.engine.optimizer_state import OwnStates, common_state, own_state, stepped_state
 from onefold.engine.precision import are_gradients_finite
-from onefold.engine.rules import (
-    Rule,
-    may_fuse,
-    moments_after_first_step,
-    rule_of,
-    steps_elements,
-    whole_matrices,
-)
-from onefold.errors import ConfigError, StateError
+from onefold.engine.rules import Rule, may_fuse, rule_of, whole_matrices
+from onefold.errors import StateError
 from onefold.layout.ledger import Account, Kind
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.unit import Unit
@@ -52,10 +48,13 @@ class OptimizerBinding:
     def __init__(self, optimizer: Optimizer, engine: Engine) -> None:
         self.engines: list[Engine] = []
         self._state_bytes: dict[Engine, Account] = {}
-        self.is_elementwise = steps_elements(optimizer)
+        behaviour = behaviour_of(optimizer)
+        self.is_flat = behaviour.is_flat(engine.recipe.rest_world)
         # its closure runs in the midst of a step, so it steps the sharded parameters themselves
-        self._searches = isinstance(optimizer, torch.optim.LBFGS)
-        self._strategy: FlatStep | MatrixStep = FlatStep() if self.is_elementwise else MatrixStep()
+        self._searches = behaviour.searches
+        # a class stays until the collector runs, so it keeps no engine alive
+        rows = summed_rows(partial(_over_ranks, ref(engine))) if behaviour.adds else None
+        self._strategy: FlatStep | MatrixStep = FlatStep(rows) if self.is_flat else MatrixStep()
         self._shown: dict[Tensor, State] = {}
         self._common: dict[Any, Any] = {}  # state that belongs to no parameter
         self._is_entered = False
@@ -86,28 +85,20 @@ class OptimizerBinding:
         self.kept_here([p for p in held if p.sharded.requires_grad])
 
     def _check_tiers(self, optimizer: Optimizer, engine: Engine) -> None:
-        if not self.is_elementwise and any(unit.steps_in_blocks for unit in engine.units):
-            raise ConfigError(
-                "an elementwise optimizer of torch.optim for offloaded states, as they are "
-                "stepped in blocks",
-                f"{type(optimizer).__name__}",
-                hint="offload=None, or AdamW, SGD, RMSprop and their like",
-            )
-
-        for group in [] if self.is_elementwise else optimizer.param_groups:
+        for group in [] if self.is_flat else optimizer.param_groups:
             for parameter in filter(None, map(engine.by_sharded.get, map(id, group["params"]))):
                 if parameter.model is not None and not parameter.model.is_replicated:
                     raise whole_matrices(parameter.fqn, str(parameter.model), optimizer)
 
     def _reserve(self, optimizer: Optimizer) -> None:
         """Allocate offloaded states, and their slots, before the first step."""
-        if not self.is_elementwise:
+        if not self.is_flat:
             return
         for group in optimizer.param_groups:
             own = filter(None, map(self.parameter, group["params"]))
             held = [p for p in own if p.unit.steps_in_blocks and p.sharded.requires_grad]
             for dtype in {parameter.unit.stepped.dtype for parameter in held}:
-                wanted = moments_after_first_step(rule_of(optimizer, group), dtype)
+                wanted = moments_of_group(optimizer, group, dtype)
                 for unit in dict.fromkeys(p.unit for p in held if p.unit.stepped.dtype == dtype):
                     unit.make_moments(wanted)
                     reserve_slots(unit)
@@ -194,7 +185,7 @@ class OptimizerBinding:
         self._restore = [(group, dict(group)) for group in optimizer.param_groups]
         for group, mine, others in zip(optimizer.param_groups, stand_ins, foreign, strict=True):
             group["params"] = [*mine, *others]
-            if may_fuse(optimizer, group):
+            if may_fuse(optimizer, group, mine.values()):
                 group["fused"] = True
         optimizer.state = state
         self._is_entered = True
@@ -217,13 +208,13 @@ class OptimizerBinding:
                     )
 
     def _is_sound(self) -> bool:
-        """False if coded gradients are not finite on some rank: then no rank steps. A collective.
+        """False if quantized gradients are not finite on some rank: no rank steps. A collective.
 
-        Coding may hide that a gradient was not finite, so a loss scale might miss it. Exact
+        Quantization may hide that a gradient was not finite, so a loss scale might miss it. Exact
         messages are not checked: gradients are as in plain PyTorch.
         """
-        coded = [e for e in self.engines if e.context.routes.rounds_gradients]
-        unsound = [engine for engine in coded if not are_gradients_finite(engine)]
+        quantized = [e for e in self.engines if e.context.routes.rounds_gradients]
+        unsound = [engine for engine in quantized if not are_gradients_finite(engine)]
         for engine in unsound:
             engine.ledger.skip_step()
             if engine.group.rank == 0:
@@ -305,7 +296,7 @@ class OptimizerBinding:
         self._restore = []
 
     def _rules(self, optimizer: Optimizer) -> list[Rule]:
-        if not self.is_elementwise:
+        if not self.is_flat:
             return []
         return [rule_of(optimizer, group) for group in optimizer.param_groups]
 
@@ -319,7 +310,8 @@ class OptimizerBinding:
             return None
         with torch.enable_grad():
             loss = closure()
-        return (optimizer, lambda: loss), {k: v for k, v in kwargs.items() if k != "closure"}
+        rest = {k: v for k, v in kwargs.items() if k != "closure"}
+        return (optimizer, _Evaluated(loss, type(optimizer).__name__)), rest
 
     # state
 
@@ -353,9 +345,43 @@ class OptimizerBinding:
                     is_moment = tensor.dim() == 0 and name not in NUMBERS
                     if isinstance(value, Tensor) and (value.dim() > 0 or is_moment):
                         local: Tensor = getattr(value, "_local_tensor", value)
-                        storage = local.untyped_storage()
-                        storages[storage.data_ptr()] = storage.nbytes()
+                        for part in _parts_of(local):
+                            storage = part.untyped_storage()
+                            storages[storage.data_ptr()] = storage.nbytes()
         return sum(nbytes for start, nbytes in storages.items() if start not in counted)
+
+
+class _Evaluated:
+    """A closure that was evaluated before the step, and returns its loss once."""
+
+    def __init__(self, loss: object, name: str) -> None:
+        self._losses, self._name = [loss], name
+
+    def __call__(self) -> object:
+        if not self._losses:
+            raise StateError(
+                "a step that evaluates its closure once, as sharded parameters are swapped in it",
+                f"{self._name}, which evaluates it again",
+                hint="an optimizer that needs one gradient a step, such as AdamW",
+            )
+        return self._losses.pop()
+
+
+def _parts_of(state: Tensor) -> list[Tensor]:
+    """Return the tensors of which a low-bit state consists: codes and scales."""
+    if not is_traceable_wrapper_subclass(state):
+        return [state]
+    return [getattr(state, name) for name in state.__tensor_flatten__()[0]]
+
+
+def _over_ranks(alive: ref[Engine], own: Tensor) -> Tensor:
+    """Return the sum of a number over the ranks that hold the rest of the rows. A collective."""
+    engine = alive()
+    assert engine is not None, "an optimizer steps parameters of a module that is gone"
+    group = engine.context.transport.group
+    nbytes = -(-2 * (group.world_size - 1) * own.nbytes // group.world_size)
+    engine.ledger.sent("optimizer_sum", nbytes)
+    return group.all_reduced(own)
 
 
 def _grad(parameter: UnitParameter) -> Tensor | None:

@@ -48,7 +48,7 @@ class Policy:
     has_second_hop: a collective follows the first hop of a reduction, so every rank finishes
         reductions at the same places in the order.
     sums_rest: the second hop waits for the last micro-batch.
-    keeps_second_shard: each node keeps a second shard of weights, filled once a step.
+    keeps_second_shard: each node keeps a secondary shard of weights, filled once a step.
     fills_early: this filling begins with forward, for all units.
     steps_in_backward: offloaded units are stepped as soon as they are reduced.
     """

@@ -8,29 +8,17 @@ memory. Both keep the hyper-parameters of the moment at which they were made.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from onefold.engine.blocked_adam import MOMENTS, BlockedAdam, frozen
+from onefold.engine.blocked_adam import BlockedAdam, frozen
 from onefold.errors import ConfigError
 
 State = dict[str, Any]
-
-
-ELEMENTWISE: tuple[type[Optimizer], ...] = (
-    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam,
-    torch.optim.Adamax, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop,
-    torch.optim.Rprop, torch.optim.ASGD,
-)  # fmt: skip
-"""Classes whose update of an element depends on that element alone; subclasses may not."""
-
-
-def steps_elements(optimizer: Optimizer) -> bool:
-    """True if the optimizer's class steps each element by itself."""
-    return type(optimizer) in ELEMENTWISE
 
 
 def whole_matrices(fqn: str, cut: str, optimizer: Optimizer) -> ConfigError:
@@ -97,8 +85,13 @@ FUSED: tuple[type[Optimizer], ...] = (
 )  # fmt: skip
 
 
-def may_fuse(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """True if the class has a fused step, the user left it open, and the group allows it."""
+def may_fuse(optimizer: Optimizer, group: dict[str, Any], states: Collection[State] = ()) -> bool:
+    """True if the class has a fused step, the user left it open, and the group allows it.
+
+    torch's fused SGD takes momentum of all tensors or of none, and a first gradient may come late.
+    """
+    if type(optimizer) is torch.optim.SGD and 0 < sum(map(bool, states)) < len(states):
+        return False
     return (
         type(optimizer) in FUSED
         and group.get("fused", False) is None
@@ -124,11 +117,3 @@ def state_after_first_step(rule: Rule, dtype: torch.dtype) -> State:
 def is_moment(value: object) -> bool:
     """True for an entry of the probe's state with one element for each of the probe's."""
     return isinstance(value, Tensor) and tuple(value.shape) == (PROBE_NUMEL,)
-
-
-def moments_after_first_step(rule: Rule, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the dtypes of states with one element for each of the parameter's, by name."""
-    if isinstance(rule, BlockedAdam):
-        return dict.fromkeys(MOMENTS, dtype)
-    state = state_after_first_step(rule, dtype)
-    return {name: value.dtype for name, value in state.items() if is_moment(value)}

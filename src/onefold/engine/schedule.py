@@ -50,7 +50,7 @@ class Schedule:
         self._shown: set[int] = set()  # modules see them
         self.ahead: set[int] = set()  # gathered ahead, and not used since
         self._held: set[int] = set()  # a graph or an output refers to them
-        self._filled: set[int] = set()  # the node's second shard is up to date
+        self._filled: set[int] = set()  # the node's secondary shard is up to date
         self._late: list[int] = []  # to be gathered with the next gradient
         self.builds_graph = False
         self.early_steps = EarlySteps()
@@ -320,7 +320,7 @@ class Schedule:
         return self.early_steps.take()
 
     def stepped(self) -> None:
-        """Weights have changed: unsharded weights and second shards are out of date."""
+        """Weights have changed: unsharded weights and secondary shards are out of date."""
         self._fresh.clear()
         self._filled.clear()
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from torch import nn
 
 from onefold.compose import checks
-from onefold.compose.coding import KeptExact, code_for_products
+from onefold.compose.quantizing import KeptExact, quantize_for_products
 from onefold.compose.resolve import Arguments, Choices, examine, examine_together
 from onefold.config import Inference, Offload, Precision, nearest_word, offload_of
 from onefold.engine.registry import engine_of
@@ -45,7 +45,9 @@ def examine_stream(
         parameter.requires_grad_(False)
     device, exact = choices.device, list[KeptExact]()
     if rest is not None:
-        exact = together(data, lambda: code_for_products(tree.root, rest, device.type), ConfigError)
+        exact = together(
+            data, lambda: quantize_for_products(tree.root, rest, device.type), ConfigError
+        )
     if budget is None:
         budget = RankMemory(device, local_place(data)[1], data).room_to_keep()
     arguments = examine_together(
@@ -67,7 +69,7 @@ def recipe_of_stream(
         parameter.requires_grad_(False)
     if rest is not None:
         module.__dict__[PROMISED] = _Unread()
-        code_for_products(module, rest, ranks.device_type)
+        quantize_for_products(module, rest, ranks.device_type)
         del module.__dict__[PROMISED]
     arguments = examine(tree, None, _tiled(tree, budget, rest, offload), Group.of(None))
     recipe = replace(

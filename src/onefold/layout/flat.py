@@ -25,7 +25,7 @@ class UnitBytes:
     has_master: bool  # in every tier; else only off the device, where weights rest on it
     moments: int
     unsharded: int  # gathered, or cast; 0 where weights compute from where they rest
-    decoded: int  # numbers of coded weights, while modules compute with them
+    decoded: int  # numbers of quantized weights, while modules compute with them
     grad: int  # reduced
     partials: tuple[int, ...]  # per member; 0 where it needs no gradient
 

@@ -27,7 +27,7 @@ class Kind(StrEnum):
     UNSHARDED = "unsharded"  # gathered whole weights
     GRAD = "grad"  # the reduced gradient: shard, or replica at stage 0
     PARTIAL_GRAD = "partial_grad"  # this rank's gradient, not yet reduced
-    FEEDBACK = "feedback"  # what coded gradients have rounded off, for the next message
+    FEEDBACK = "feedback"  # what quantized gradients have rounded off, for the next message
     OPTIMIZER = "optimizer"  # exp_avg, exp_avg_sq and their like
     AVERAGE = "ema"  # of weights over the steps, by `onefold.ema`
     ANCHOR = "anchor"  # the weights that islands agreed on last, by `onefold.islands`
@@ -64,7 +64,7 @@ class Ledger:
     traffic: dict[str, Traffic] = field(default_factory=dict[str, Traffic])
     last_step: dict[str, Traffic] = field(default_factory=dict[str, Traffic])
     steps: int = 0
-    skipped: int = 0  # of them, as coded gradients were not finite
+    skipped: int = 0  # of them, as quantized gradients were not finite
     total: Usage = field(default_factory=Usage)
     advise: Callable[[int], str] | None = None  # what would hold so many bytes less
     mapped: int = 0  # of the bytes held now: those that malloc, or a device's allocator, has not

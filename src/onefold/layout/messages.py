@@ -17,8 +17,8 @@ carry no state:
     medium   packed | rank 0: its pieces, one behind the other | rank 1: ...
     small    packed behind them, element by element
 
-`CodedMessages` says where each part of quantised messages lies. Sizes that decide about messages
-are written here alone: wire/ and planner/ import them.
+`QuantizedMessages` says where each part of a quantized message lies. Sizes that decide about
+messages are written here alone: wire/ and planner/ import them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SHARE_NBYTES = 2 << 20
 each message. On 2 cores a step of 3 M parameters takes 3-7 % less of 2 ranks, 8-14 % less of 4."""
 
 ALIGN_NBYTES = 16
-"""Parts of a quantised message start at multiples of it: a codec reads them as wider numbers."""
+"""Parts of a quantized message start at multiples of it: a codec reads them as wider numbers."""
 
 
 class Regions(NamedTuple):
@@ -85,7 +85,7 @@ class GatherPlan:
     message: list[int]  # splits the buffer at own rows, then at the tags (`split_at`)
     shard: list[int]  # splits the shard at the same rows
     own_tag: int
-    coded: list[int]  # numbers of the rows that a coding transport codes
+    quantized: list[int]  # numbers of the rows that a quantizing transport codes
     exact: list[int]  # numbers of the other rows
 
     @staticmethod
@@ -304,22 +304,22 @@ class MessagePlan:
         return [[*medium, sum(small)] for medium, small in pairs]
 
 
-# quantised messages
+# quantized messages
 
 
 class Part(NamedTuple):
     """One region's part of a message."""
 
     region: int
-    is_coded: bool
+    is_quantized: bool
     place: slice  # in bytes of the message
     rows: slice  # in elements of the full buffer, or of the region's flat partial
 
 
-class CodedMessages:
-    """The messages of all ranks, one behind the other in one buffer: only matrices are coded.
+class QuantizedMessages:
+    """The messages of all ranks, one behind the other in one buffer: only matrices are quantized.
 
-    `rows`: spans by region and rank. `nbytes_of` is that of a codec; uncoded elements have
+    `rows`: spans by region and rank. `nbytes_of` is that of a codec; exact elements have
     `itemsize` bytes. A reduction leaves out the own message.
     """
 
@@ -328,7 +328,7 @@ class CodedMessages:
         itemsize: int, *, is_reduced: bool = False,
     ) -> None:  # fmt: skip
         self._rows = rows
-        self._is_coded = plan.is_matrix
+        self._is_quantized = plan.is_matrix
         ranks = range(plan.world_size)
         self._by_rank = [tuple(numels[rank] for numels in plan.numels) for rank in ranks]
         self._places = {  # most ranks have the same lengths
@@ -346,8 +346,8 @@ class CodedMessages:
     ) -> list[Range]:
         """Where each region lies in a message, in bytes; then the end of the message."""
         places, end = list[Range](), 0
-        for numel, is_coded in zip(numels, self._is_coded, strict=True):
-            nbytes = nbytes_of(numel) if is_coded else numel * itemsize
+        for numel, is_quantized in zip(numels, self._is_quantized, strict=True):
+            nbytes = nbytes_of(numel) if is_quantized else numel * itemsize
             places.append((end, end + nbytes))
             end = round_up(end + nbytes, ALIGN_NBYTES)
         return [*places, (end, end)]
@@ -358,7 +358,10 @@ class CodedMessages:
         return [
             [
                 Part(
-                    region, self._is_coded[region], slice(*place), slice(*self._rows[region][rank])
+                    region,
+                    self._is_quantized[region],
+                    slice(*place),
+                    slice(*self._rows[region][rank]),
                 )
                 for region, place in enumerate(self._places[numels][:-1])
                 if place[0] < place[1]

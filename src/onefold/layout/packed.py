@@ -1,4 +1,4 @@
-"""Find packed weights: the bytes of a quantised base, and the side tables that decode them.
+"""Find packed weights: the bytes of a quantized base, and the side tables that decode them.
 
     Params4bit   bytes [n/2, 1]     tables in its QuantState: absmax, code, and the nested ones
     Int8Params   bytes [out, in]    table SCB [out] in the MatmulLtState of its module
@@ -41,8 +41,8 @@ class SideTable:
     read: Callable[[], Tensor | None]
 
 
-class CodedWeight(nn.Parameter):
-    """The bytes [nbytes] of a frozen weight that Onefold has coded, and what they decode to."""
+class QuantizedWeight(nn.Parameter):
+    """The bytes [nbytes] of a frozen weight that Onefold has quantized, and what they decode to."""
 
     word: str  # of the format
     shape_of_numbers: torch.Size
@@ -54,24 +54,24 @@ class CodedWeight(nn.Parameter):
     def of(
         message: Tensor, word: str, numbers: Tensor, *, is_multiplied: bool = False,
         is_transposed: bool = False,
-    ) -> CodedWeight:  # fmt: skip
+    ) -> QuantizedWeight:  # fmt: skip
         """Describe a message of `numbers`."""
-        weight = CodedWeight(message, requires_grad=False)
+        weight = QuantizedWeight(message, requires_grad=False)
         weight.word = word
         weight.shape_of_numbers, weight.dtype_of_numbers = numbers.shape, numbers.dtype
         weight.is_multiplied, weight.is_transposed = is_multiplied, is_transposed
         return weight
 
-    def over(self, message: Tensor) -> CodedWeight:
+    def over(self, message: Tensor) -> QuantizedWeight:
         """The same description of other bytes."""
-        weight = CodedWeight(message, requires_grad=False)
+        weight = QuantizedWeight(message, requires_grad=False)
         vars(weight).update(vars(self))
         return weight
 
 
 def is_packed(parameter: Tensor) -> bool:
-    """True for a parameter of a class that holds quantised bytes, or is about to."""
-    return isinstance(parameter, CodedWeight) or is_4bit(parameter) or is_int8(parameter)
+    """True for a parameter of a class that holds quantized bytes, or is about to."""
+    return isinstance(parameter, QuantizedWeight) or is_4bit(parameter) or is_int8(parameter)
 
 
 def is_4bit(parameter: Tensor) -> bool:
@@ -142,14 +142,14 @@ def prepare_module(module: nn.Module, weight: Tensor) -> None:
 def problem_of(weight: Tensor, owners: list[tuple[nn.Module, str]]) -> tuple[str, str] | None:
     """Say what a packed weight lacks that sharding needs, and a remedy; None if it can be sharded.
 
-    The values of a weight that bitsandbytes has not quantised yet are still wide.
+    The values of a weight that bitsandbytes has not quantized yet are still wide.
     """
     own = vars(weight)
-    if isinstance(weight, CodedWeight):
+    if isinstance(weight, QuantizedWeight):
         return None
     if own.get("has_fp16_weights"):
         return (
-            "an Int8Params with has_fp16_weights=True, which is quantised anew in each forward",
+            "an Int8Params with has_fp16_weights=True, which is quantized anew in each forward",
             "build Linear8bitLt with has_fp16_weights=False, or train a plain nn.Linear",
         )
     if is_int8(weight) and any(_matmul_state(module) is None for module, _ in owners):
@@ -166,8 +166,8 @@ def problem_of(weight: Tensor, owners: list[tuple[nn.Module, str]]) -> tuple[str
     tables = tables_of(*owners[0], fqn="")
     if not tables or (weight.dtype.itemsize > 1 and not own.get("bnb_quantized")):
         return (
-            f"a {type(weight).__name__} that is not quantised yet",
-            "bitsandbytes quantises in module.to(device): call it before onefold.shard",
+            f"a {type(weight).__name__} that is not quantized yet",
+            "bitsandbytes quantizes in module.to(device): call it before onefold.shard",
         )
     if getattr(own.get("quant_state"), "packing_format_for_cpu", False):
         return (

@@ -40,7 +40,7 @@ class Owned:
     fqn: str
     parameter: nn.Parameter
     owners: list[tuple[nn.Module, str]]
-    is_packed: bool = False  # bytes of a quantised weight, or a side table: never cast
+    is_packed: bool = False  # bytes of a quantized weight, or a side table: never cast
     table: packed.SideTable | None = None
     others: list[Place] = field(default_factory=list)
     model: ModelCut | None = None  # its cut over model axes
@@ -114,19 +114,19 @@ class UnitPlan:
         return self.members[0].is_packed
 
     @property
-    def is_coded(self) -> bool:
+    def is_quantized(self) -> bool:
         """True if some weights are decoded before modules compute with them."""
-        return any(not weight.is_multiplied for weight in self._coded)
+        return any(not weight.is_multiplied for weight in self._quantized)
 
     @property
     def is_multiplied(self) -> bool:
         """True if modules multiply with the bytes of some weights."""
-        return any(weight.is_multiplied for weight in self._coded)
+        return any(weight.is_multiplied for weight in self._quantized)
 
     @property
-    def _coded(self) -> list[packed.CodedWeight]:
+    def _quantized(self) -> list[packed.QuantizedWeight]:
         parameters = (member.parameter for member in self.members)
-        return [weight for weight in parameters if isinstance(weight, packed.CodedWeight)]
+        return [weight for weight in parameters if isinstance(weight, packed.QuantizedWeight)]
 
     def joins(self, other: UnitPlan) -> bool:
         """True if the same modules use both units, so that both are gathered for them."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from onefold.axes.exchange import swap
+from onefold.axes.moves import swap
 from onefold.engine.engine import Engine
 from onefold.engine.optimizer import OptimizerBinding
 from onefold.layout.cut import Range
@@ -114,7 +114,7 @@ class OptimizerStates:
         order = {parameter: n for n, parameter in enumerate(engine.by_sharded.values())}
         owners: list[tuple[int, OptimizerStates]] = []
         for binding in list(engine.hands.steppers):
-            if not isinstance(binding, OptimizerBinding) or not binding.is_elementwise:
+            if not isinstance(binding, OptimizerBinding) or not binding.is_flat:
                 continue  # a matrix optimizer keeps whole matrices, which have owners
             optimizer = binding.optimizer
             if optimizer is not None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Sampler, default_collate
 
-from onefold.axes.exchange import of_ranks
+from onefold.axes.moves import of_ranks
 from onefold.errors import ConfigError, StateError
 from onefold.layout.cut import bounds_of
 from onefold.mixed.speeds import RowSpeeds, even, measure

@@ -48,16 +48,16 @@ Owners = tuple[int, ...]
 class Parcel:
     """Elements with the same owners, as ranges of this rank's rows of a unit.
 
-    `coded` elements go through the codec, `exact` ones (vectors and scalars) do not.
+    `quantized` elements go through the codec, `exact` ones (vectors and scalars) do not.
     """
 
     owners: Owners
-    coded: list[Range] = field(default_factory=list[Range])
+    quantized: list[Range] = field(default_factory=list[Range])
     exact: list[Range] = field(default_factory=list[Range])
 
     def add(self, start: int, stop: int, *, is_matrix: bool) -> None:
         """Add a range, joined to the one before where they touch."""
-        ranges = self.coded if is_matrix else self.exact
+        ranges = self.quantized if is_matrix else self.exact
         if ranges and ranges[-1][1] == start:
             start = ranges.pop()[0]
         ranges.append((start, stop))
@@ -127,30 +127,32 @@ class ParcelMessage:
     """
 
     def __init__(self, parcel: Parcel, dtype: torch.dtype, codec: Codec | None) -> None:
-        is_coded = codec is not None and dtype.is_floating_point
+        is_quantized = codec is not None and dtype.is_floating_point
         self.owners, self._dtype, self._codec = parcel.owners, dtype, codec
-        self.coded = parcel.coded if is_coded else []
-        self.exact = parcel.exact if is_coded else parcel.coded + parcel.exact
-        self._coded_numel, exact_numel = _numel(self.coded), _numel(self.exact)
-        self._coded_nbytes = 0 if codec is None else codec.nbytes(self._coded_numel)
-        self._start = round_up(self._coded_nbytes, ALIGN_NBYTES)
+        self.quantized = parcel.quantized if is_quantized else []
+        self.exact = parcel.exact if is_quantized else parcel.quantized + parcel.exact
+        self._quantized_numel, exact_numel = _numel(self.quantized), _numel(self.exact)
+        self._quantized_nbytes = 0 if codec is None else codec.nbytes(self._quantized_numel)
+        self._start = round_up(self._quantized_nbytes, ALIGN_NBYTES)
         self.nbytes = self._start + exact_numel * dtype.itemsize
 
     def pack(self, rows: Tensor) -> Tensor:
         """Return the message, uint8 [nbytes], of `rows` [own rows]."""
         message = torch.zeros(self.nbytes, dtype=torch.uint8)
-        if self._codec is not None and self.coded:
-            self._codec.encode(_taken(rows, self.coded).float(), message[: self._coded_nbytes])
+        if self._codec is not None and self.quantized:
+            self._codec.encode(
+                _taken(rows, self.quantized).float(), message[: self._quantized_nbytes]
+            )
         if self.exact:
             message[self._start :].view(self._dtype).copy_(_taken(rows, self.exact))
         return message
 
     def unpack(self, message: Tensor, rows: Tensor) -> None:
         """Write the values of a message to their places in `rows`; leave the others."""
-        if self._codec is not None and self.coded:
-            values = torch.empty(self._coded_numel)
-            self._codec.decode(message[: self._coded_nbytes], values)
-            _put(values, rows, self.coded)
+        if self._codec is not None and self.quantized:
+            values = torch.empty(self._quantized_numel)
+            self._codec.decode(message[: self._quantized_nbytes], values)
+            _put(values, rows, self.quantized)
         if self.exact:
             _put(message[self._start :].view(self._dtype), rows, self.exact)
 
@@ -164,7 +166,7 @@ class ParcelMessage:
             self.unpack(message, values)
             total.add_(values, alpha=weight)
         total.div_(sum(weights))
-        for start, stop in (*self.coded, *self.exact):
+        for start, stop in (*self.quantized, *self.exact):
             rows[start:stop] = total[start:stop]
 
     def keep_rounding(self, sent: Tensor, message: Tensor, residual: Tensor) -> None:
@@ -172,12 +174,12 @@ class ParcelMessage:
 
         Source: Seide et al., Interspeech 2014.
         """
-        if self._codec is None or not self.coded:
+        if self._codec is None or not self.quantized:
             return
-        values = torch.empty(self._coded_numel)
-        self._codec.decode(message[: self._coded_nbytes], values)
-        rounded = _taken(sent, self.coded).float().sub_(values)
-        _put(rounded.nan_to_num_(0.0, 0.0, 0.0), residual, self.coded)
+        values = torch.empty(self._quantized_numel)
+        self._codec.decode(message[: self._quantized_nbytes], values)
+        rounded = _taken(sent, self.quantized).float().sub_(values)
+        _put(rounded.nan_to_num_(0.0, 0.0, 0.0), residual, self.quantized)
 
 
 def _numel(ranges: Sequence[Range]) -> int:

@@ -92,5 +92,5 @@ class OuterRound:
 
 
 def messages_of(members: Membership, item: Item) -> list[ParcelMessage]:
-    """The messages of one unit; states of optimizers are never coded."""
+    """The messages of one unit; states of optimizers are never quantized."""
     return members.messages(item[1], exact=item[0] != WEIGHTS)

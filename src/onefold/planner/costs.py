@@ -231,7 +231,7 @@ def costs_of(numel: int, recipe: Recipe, conditions: Conditions, machine: Machin
     near, wire = conditions.near(recipe), recipe.wire
     weight, grad = conditions.weight_itemsize, conditions.grad_itemsize
     is_ring = not conditions.waits_for_hops(recipe)
-    gather, reduce = (partial(_coded, machine=machine, is_reduced=way) for way in (False, True))
+    gather, reduce = (partial(_quantized, machine=machine, is_reduced=way) for way in (False, True))
     if recipe.has_hops and not is_ring:
         inside, between = LinkGroup(near, near), LinkGroup(-(-recipe.world_size // near), 1)
         return UnitCosts(
@@ -282,7 +282,7 @@ def _message(form: Form) -> tuple[str, float]:
     return codec, codec_of(codec).nbytes(group) / group
 
 
-def _coded(
+def _quantized(
     numel: float,
     form: Form,
     group: LinkGroup,

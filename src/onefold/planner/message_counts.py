@@ -20,10 +20,10 @@ from typing import NamedTuple
 from onefold.layout.cut import Shares
 from onefold.layout.flat import UnitBytes, unit_bytes
 from onefold.layout.messages import (
-    CodedMessages,
     GatherPlan,
     MessagePlan,
     Parts,
+    QuantizedMessages,
     Regions,
     gather_inside,
     gathered,
@@ -206,7 +206,7 @@ def _gather(regions: Regions, group: _Group, word: str, itemsize: int) -> Planne
     if word == EXACT:
         return PlannedMessage(plan.gather_numel * itemsize, shared)
     codec = codec_of(word.removesuffix(DIFFERENCE))
-    messages = CodedMessages(plan, plan.pieces, codec.nbytes, itemsize)
+    messages = QuantizedMessages(plan, plan.pieces, codec.nbytes, itemsize)
     owed = sum(numels[plan.rank] for numels in compress(plan.numels, plan.is_matrix))
     starts_exact = word.endswith(DIFFERENCE)  # the first message: differences refer to it
     staged = max((messages.nbytes, *shared)) if starts_exact else messages.nbytes
@@ -221,7 +221,7 @@ def _reduce(members: tuple[Member, ...], parts: Parts, group: _Group, word: str)
     plan = MessagePlan(*reduce_message(trained, ranks), group, itemsize)
     if word != EXACT:
         nbytes_of = codec_of(word).nbytes
-        messages = CodedMessages(plan, plan.pieces, nbytes_of, itemsize, is_reduced=True)
+        messages = QuantizedMessages(plan, plan.pieces, nbytes_of, itemsize, is_reduced=True)
         matrices = compress(plan.numels, plan.is_matrix)
         owed = sum(sum(numels) - numels[plan.rank] for numels in matrices)
         received = (ranks - 1) * messages.own_nbytes

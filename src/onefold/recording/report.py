@@ -37,7 +37,7 @@ class Report:
     Attributes:
         shard: this rank's shard of `num_shards`. Where nodes are replicas, each local rank has one;
             at stage 0 there is one in all.
-        skipped: steps that were not taken, because coded gradients were not finite.
+        skipped: steps that were not taken, because quantized gradients were not finite.
         offload: the plan for the tiers with its reason; empty if all is on the device.
         notes: messages that the run could save, and how.
         memory: `memory[kind][tier]` is bytes now and at the peak, by `onefold.layout.ledger.Kind`.
@@ -45,7 +45,8 @@ class Report:
             before the first step.
         traffic: calls and bytes sent from this rank, by collective. `gather` and `reduce_scatter`
             are those of docs/concepts/memory.md, `control` is flags and 0-dim parameters,
-            `whole_matrix` is the matrices that matrix optimizers exchange.
+            `whole_matrix` is the matrices that matrix optimizers exchange, `optimizer_sum` the sums
+            that Prodigy and D-Adaptation take over all elements.
         last_step: the same for the last step.
         is_inference: the module evaluates alone (`onefold.stream`).
         row_shares: the part of the rows of a global batch that each rank should take, in rank

@@ -146,7 +146,7 @@ KINDS = {
     "anchor": "anchors of islands",
     "grad": "gradients, reduced",
     "partial_grad": "gradients, not yet reduced",
-    "feedback": "error feedback of coded gradients",
+    "feedback": "error feedback of quantized gradients",
     "secondary": "secondary weight shards of the node",
     "unsharded": "unsharded weights, gathered",
     "activation": "activations, offloaded",
@@ -188,6 +188,7 @@ COLLECTIVES = {
     "reduce_scatter": "gradients (reduce-scatter)",
     "control": "flags and 0-dim parameters",
     "whole_matrix": "matrices of matrix optimizers",
+    "optimizer_sum": "sums over all elements (Prodigy, D-Adaptation)",
 }
 
 

@@ -75,7 +75,7 @@ class Routes:
     @property
     def rounds_gradients(self) -> bool:
         """True if a link quantizes gradients: ranks then agree on whether all are finite."""
-        return any(transport.is_coded for transport in self.reducers)
+        return any(transport.is_quantized for transport in self.reducers)
 
     @property
     def reducers(self) -> list[Transport]:
@@ -306,7 +306,7 @@ class UnitSpec:
         casts = compute is not None and dtype.is_floating_point and not plan.is_packed
         compute_dtype = compute if compute is not None and casts else dtype
         near = context.rests_near
-        moves = compute_dtype != dtype or plan.is_coded
+        moves = compute_dtype != dtype or plan.is_quantized
         is_resident = context.rest_world == 1 and near and not moves
         steps_in_blocks = is_offloaded or not near
         is_alone = context.mesh is None and context.world_size == 1 and context.sources == 1

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_iter, tree_map
 
 from onefold.layout.ledger import Kind
-from onefold.layout.packed import CodedWeight
+from onefold.layout.packed import QuantizedWeight
 from onefold.unit import refusals
 from onefold.unit.buffer import Buffer
 from onefold.unit.context import Context
@@ -34,19 +34,21 @@ from onefold.unit.functions import VALUES, is_passive
 class DecodedWeight:
     """The numbers of a quantized weight, valid from `fill` to `release`, and its products."""
 
-    def __init__(self, coded: CodedWeight, message: Tensor, context: Context, label: str) -> None:
+    def __init__(
+        self, quantized: QuantizedWeight, message: Tensor, context: Context, label: str
+    ) -> None:
         """`message`: uint8 [nbytes], a view of the unit's full buffer; `label`: in errors."""
-        self.shape, self.dtype = coded.shape_of_numbers, coded.dtype_of_numbers
+        self.shape, self.dtype = quantized.shape_of_numbers, quantized.dtype_of_numbers
         self.compute_dtype = context.compute or self.dtype
-        self.is_multiplied, self.is_transposed = coded.is_multiplied, coded.is_transposed
-        self.message, self.label, self._format = message, label, format_of(coded.word)
+        self.is_multiplied, self.is_transposed = quantized.is_multiplied, quantized.is_transposed
+        self.message, self.label, self._format = message, label, format_of(quantized.word)
         self._context = context
         self._buffer: Buffer | None = None
         self._view: Tensor  # the numbers, once there is a buffer
         self._target: Tensor  # the same memory as it is decoded to
         self.matrices: list[MatrixParts] = []  # that are multiplied with
         if self.is_multiplied:
-            self._products = MATRIX_FORMATS[coded.word]
+            self._products = MATRIX_FORMATS[quantized.word]
             self.matrices = self._products.matrices(message, self.shape_in_message)
         else:
             self._make_room().release()
@@ -91,7 +93,7 @@ class DecodedWeight:
 
     @property
     def shape_in_message(self) -> tuple[int, ...]:
-        """The shape that was coded: rows are outputs."""
+        """The shape that was quantized: rows are outputs."""
         shape = tuple(self.shape)
         return (*shape[:-2], shape[-1], shape[-2]) if self.is_transposed else shape
 

@@ -9,7 +9,7 @@ A matrix has N rows (outputs) and K columns (inputs). torch's kernels multiply w
 K' is K rounded up to 16 for int8 and to 64 for int4, N' is N rounded up to 64: the rest is zeros,
 whose products add nothing. A message ends at a multiple of 64 bytes. A stack [E, N, K] is E
 messages, one behind the other. `BlockFormat` codes a weight of any shape as messages of the wire
-are coded (wire/codec.py); no kernel multiplies with it.
+are quantized (wire/codec.py); no kernel multiplies with it.
 
 Scales are rounded to the nearest bf16, as on the wire. No int8 error exceeds scale / 2, with scale
 = max |w| of the row / 127. Groups of int4 have 64 columns, and their range includes zero, so that
@@ -50,7 +50,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from onefold.layout.packed import CodedWeight
+from onefold.layout.packed import QuantizedWeight
 from onefold.layout.rows import round_up
 from onefold.wire.codec import LARGEST, SMALLEST_SCALE, Codec, codec_of
 
@@ -318,16 +318,16 @@ def format_of(word: str) -> BlockFormat | MatrixFormat:
 
 def described(
     numbers: Tensor, word: str, *, is_multiplied: bool = False, is_transposed: bool = False
-) -> CodedWeight:
+) -> QuantizedWeight:
     """Describe the message of numbers, without its bytes."""
     shape = numbers.mT.shape if is_transposed else numbers.shape
     message = torch.empty(format_of(word).nbytes(shape), dtype=torch.uint8, device="meta")
-    return CodedWeight.of(
+    return QuantizedWeight.of(
         message, word, numbers, is_multiplied=is_multiplied, is_transposed=is_transposed
     )
 
 
-def encode(about: CodedWeight, numbers: Tensor) -> Tensor:
+def encode(about: QuantizedWeight, numbers: Tensor) -> Tensor:
     """Return the message that is described: uint8 [nbytes], on the device of the numbers."""
     message = torch.empty(about.shape, dtype=torch.uint8, device=numbers.device)
     values = numbers.detach()

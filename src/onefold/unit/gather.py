@@ -68,7 +68,7 @@ class UnitGather:
     @property
     def is_exact(self) -> bool:
         """True if every rank reads weights as they rest, in whatever dtype the buffer has."""
-        return not self._transport.is_coded
+        return not self._transport.is_quantized
 
     def prefetch(self) -> None:
         """Begin to fetch own rows, as `start` comes soon."""
@@ -162,20 +162,20 @@ class UnitGather:
         self._has_base = True
 
     def _rows_to_send(self) -> SendRows | None:
-        """Say, for a coding transport, whether it sends differences: the same on every rank."""
-        if self._layout is None or not self._transport.is_coded:
+        """Say, for a quantizing transport, whether it sends differences: the same on every rank."""
+        if self._layout is None or not self._transport.is_quantized:
             return None
         keeps = self._spec.context.routes.sends_differences
         rows: list[Tensor | None] = [None] * len(self._layout.numels)
         return SendRows(rows, has_base=keeps and self._has_base, is_base_kept=keeps)
 
     def _take_rows(self, rows: Sequence[Tensor], own: SendRows, plan: GatherPlan) -> None:
-        """Have a coding transport code rows of the master, so that they are rounded once."""
+        """Have a quantizing transport code rows of the master, so that they are rounded once."""
         weights = self.weights
         if not weights.steps_in_blocks and weights.stepped.device == rows[0].device:
             weights.refresh_master()
             rows = weights.stepped.split_with_sizes(plan.shard)[1::2]
-        for region, number in enumerate(plan.coded):
+        for region, number in enumerate(plan.quantized):
             own.rows[region] = rows[number]
 
     def bring_and_tag(self, bring: Callable[[], None], tags: Tensor, own: int) -> None:

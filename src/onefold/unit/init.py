@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from onefold.errors import ConfigError
 from onefold.layout.cut import Box
 from onefold.layout.module_tree import ModuleTree
-from onefold.layout.packed import CodedWeight
+from onefold.layout.packed import QuantizedWeight
 from onefold.layout.units import Owned, UnitPlan
 from onefold.wire.collectives import Group
 from onefold.wire.ticket import Ticket
@@ -199,7 +199,7 @@ def _replace(owned: Owned, value: Tensor, *, is_cut: bool = False) -> None:
     """A real parameter in place of a meta one, for all its owners."""
     original = owned.parameter
     shown = value if is_cut else value.expand(owned.values.shape)
-    if isinstance(original, CodedWeight):
+    if isinstance(original, QuantizedWeight):
         real: nn.Parameter = original.over(shown)
     else:
         real = nn.Parameter(shown, requires_grad=original.requires_grad)

@@ -51,7 +51,7 @@ class Replicated(OneHop):
         """See `OneHop.follow`. Exact means travel in the compute dtype, as partials do."""
         replicas, spec = self._between.transport, self._spec
         self._waits = False
-        wide = spec.dtype if replicas.is_coded else spec.compute_dtype  # rounded once
+        wide = spec.dtype if replicas.is_quantized else spec.compute_dtype  # rounded once
         rows = [row.to(wide) for row in mean.rows]
         for index, is_shown in enumerate(shown):
             if is_shown:  # by an earlier micro-batch
@@ -88,14 +88,14 @@ class Replicated(OneHop):
 
     def _add_residuals(self, which: Which, parts: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Means are quantized again, to be gathered: add the residuals of the last such message."""
-        if not (self._between.transport.is_coded and self._spec.context.routes.feeds_back):
+        if not (self._between.transport.is_quantized and self._spec.context.routes.feeds_back):
             return []
         is_used = [count != 0 for count in self.counts[:-1].tolist()]
         residual_of = self.feedback.of("means", self._between.regions(which, is_used))
         pairs = list[tuple[Tensor, Tensor]]()
         for region, (index, part) in enumerate(zip(which, parts, strict=True)):
-            is_coded = len(self._spec.wire.slots[index].shape) > 1 and len(part)
-            residual = residual_of(region, len(part)) if residual_of and is_coded else None
+            is_quantized = len(self._spec.wire.slots[index].shape) > 1 and len(part)
+            residual = residual_of(region, len(part)) if residual_of and is_quantized else None
             if residual is not None:
                 pairs.append((residual.copy_(part.add_(residual)), part))
         return pairs
@@ -159,15 +159,15 @@ class TwoHop(OneHop):
             self._counts[index] = count if known is None else known + count
 
     def follow(self, which: Which, users: list[bool], shown: list[bool], mean: MeanRows) -> Ticket:
-        """See `OneHop.follow`. Exact messages travel in the compute dtype, as partials do; coded
-        messages are made of the sums as they are.
+        """See `OneHop.follow`. Exact messages travel in the compute dtype, as partials do;
+        quantized messages are made of the sums as they are.
         """
         between = self._between
         assert self._sums is not None, "sums are reduced before there are any"
         self._add_counts()
         sums, self._sums = self._sums, None
         dtype = self._spec.compute_dtype
-        wide = sums.tensor.dtype if between.transport.is_coded else dtype  # rounded once
+        wide = sums.tensor.dtype if between.transport.is_quantized else dtype  # rounded once
         partials = [sums.tensor[slice(*self._layout.region(index))].to(wide) for index in which]
         flags = torch.stack([*(self._counts[index] for index in which), self.counts[-1]]).to(dtype)
         is_used = [u or i in self._users for i, u in zip(which, users, strict=True)]

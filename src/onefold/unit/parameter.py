@@ -154,7 +154,7 @@ class UnitParameter(ShardedForm):
 
         `full` gives views of the unit's full buffer.
         """
-        if isinstance(original, packed.CodedWeight):
+        if isinstance(original, packed.QuantizedWeight):
             message = full(self.slot.full_offset, self.slot.shape)
             self.decoded = DecodedWeight(original, message, self.spec.context, self.label)
             if self.decoded.is_multiplied:

@@ -121,7 +121,7 @@ class Feedback:
         message = code(gradient + residual)     residual = gradient + residual - decoded message
 
     Over all steps the decoded messages sum to the gradients, up to the last residual. Every hop
-    that codes has residuals of its own, fp32, made with its first message.
+    that quantizes has residuals of its own, fp32, made with its first message.
 
     Residuals belong to gradients that were stepped by. They are dropped with gradients that are
     cleared without a step, lost with their backward or not finite, and when weights are loaded. A

@@ -1,6 +1,6 @@
 """Codecs: how values become the bytes of a message, and values again.
 
-    int8, int4       block-quantised, scales and payload in one message
+    int8, int4       block-quantized, scales and payload in one message
     int8+h, int4+h   the same after a Hadamard rotation
 
     n elements, G = ceil(n / group):   [ G scales, bf16 | payload, 1 or 1/2 byte an element ]
@@ -220,7 +220,7 @@ class _Scratch:
         return self.other, self.third
 
 
-class _CodedBlock(NamedTuple):
+class _QuantizedBlock(NamedTuple):
     """Where the parts of a block lie, and how many elements its groups have."""
 
     elements: slice
@@ -229,7 +229,7 @@ class _CodedBlock(NamedTuple):
     width: int
 
 
-def _blocks(codec: Codec, numel: int, block: int) -> Iterator[_CodedBlock]:
+def _blocks(codec: Codec, numel: int, block: int) -> Iterator[_QuantizedBlock]:
     """Yield all blocks; a short last group is a block of its own."""
     whole = numel // codec.group * codec.group
     for start in (*range(0, whole, block), *([whole] if whole < numel else [])):
@@ -238,7 +238,7 @@ def _blocks(codec: Codec, numel: int, block: int) -> Iterator[_CodedBlock]:
         first = start // codec.group
         groups = slice(first, first + (stop - start) // width)
         payload = slice(codec.payload_nbytes(start), codec.payload_nbytes(stop))
-        yield _CodedBlock(slice(start, stop), groups, payload, width)
+        yield _QuantizedBlock(slice(start, stop), groups, payload, width)
 
 
 def _encode(codec: Codec, values: Tensor, scales: Tensor, payload: Tensor) -> None:

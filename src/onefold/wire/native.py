@@ -44,7 +44,7 @@ class _Message(ctypes.Structure):
 
 
 class CodecKernel(Kernel):
-    """Quantised messages, int8 and int4, in one pass, on this thread: the bits of the torch way."""
+    """Quantized messages, int8 and int4, in one pass, on this thread: the bits of the torch way."""
 
     word = "codec"
 

@@ -52,7 +52,7 @@ ErrorFeedback = Callable[[int, int], Tensor | None]
 """Return the residual of a region (error feedback, see `onefold.unit.reduction.Feedback`), or None.
 
 Arguments: the region's index, and how many of its elements go to other ranks. The residual is fp32
-[these elements, in rank order]; the coded transport reads it and writes the new one."""
+[these elements, in rank order]; the quantized transport reads it and writes the new one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,7 +77,7 @@ class Transport(Protocol):
     def group(self) -> Group: ...
 
     @property
-    def is_coded(self) -> bool:
+    def is_quantized(self) -> bool:
         """True if matrices are rounded on the way."""
         ...
 
@@ -103,7 +103,7 @@ class Transport(Protocol):
 class LocalTransport:
     """A world of one: everything is already where it belongs."""
 
-    is_coded = False
+    is_quantized = False
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -128,7 +128,7 @@ class LocalTransport:
 class Composed:
     """Gathers in place; reduces by all-to-all and a sum in rank order. Messages are exact."""
 
-    is_coded = False
+    is_quantized = False
 
     def __init__(
         self, exchange: Exchange, *, reduce: torch.dtype = torch.float32, divisor: int = 0

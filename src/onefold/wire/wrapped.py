@@ -30,7 +30,7 @@ class Wrapped(ABC):
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
         self.group = inner.group
-        self.is_coded = inner.is_coded
+        self.is_quantized = inner.is_quantized
 
     @abstractmethod
     def wrap(self, collective: str, unit: str, start: Callable[[], Ticket]) -> Ticket:

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from onefold.axes.clipping import IS_COPY
-from onefold.axes.exchange import swap
+from onefold.axes.moves import swap
 from onefold.checkpoint.stages import TIE, TiedCopy
 from onefold.engine.driving import Drive, StageDrives
 from onefold.engine.engine import Engine

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from onefold.axes.exchange import gathered, moved, swap
+from onefold.axes.moves import gathered, moved, swap
 from onefold.errors import ConfigError, StateError
 from onefold.wire.collectives import Group
 

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from onefold.axes.exchange import gathered
+from onefold.axes.moves import gathered
 from onefold.axes.sequence.attention import LABEL, AttentionMode, SplitAttention
 from onefold.axes.sequence.attention_calls import (
     Calls,

@@ -69,7 +69,7 @@ def offset_in(note: Tensor) -> float:
     return float(json.loads(bytes(note.tolist()))["nested_offset"])
 
 
-def refuse_coded(
+def refuse_quantized(
     parameters: Iterable[UnitParameter], hint: str, *, are_kernels: bool = False
 ) -> None:
     """Raise `CheckpointError` for frozen weights in a codec that other libraries do not read.
@@ -81,6 +81,6 @@ def refuse_coded(
             argument = "rest=" if parameter.decoded.is_multiplied else "Precision(frozen=)"
             raise CheckpointError(
                 f"parameter {parameter.fqn!r} to be a plain tensor, or packed by bitsandbytes",
-                f"one that {argument} has coded",
+                f"one that {argument} has quantized",
                 hint=f"{hint}, which decodes it",
             )

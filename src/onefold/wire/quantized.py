@@ -1,11 +1,11 @@
-"""A transport that codes its messages: fewer bytes on the link, rounded values.
+"""A transport that quantizes its messages: fewer bytes on the link, rounded values.
 
     gather           own rows -> message -> every rank reads all messages into the full buffer
     reduce_scatter   a message for every rank -> each sums the messages that it received, in fp32
 
-A message is coded once and read once, so rounding does not add up as along a ring. Only matrices
-are coded; vectors (norms, biases), scalars and flags are few bytes and travel exactly, in the same
-message. A rank's own part of a sum does not travel and is not rounded.
+A message is quantized once and read once, so rounding does not add up as along a ring. Only
+matrices are quantized; vectors (norms, biases), scalars and flags are few bytes and travel exactly,
+in the same message. A rank's own part of a sum does not travel and is not rounded.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from onefold.layout.messages import CodedMessages, Part
+from onefold.layout.messages import Part, QuantizedMessages
 from onefold.wire.codec import Codec, encode_with_feedback
 from onefold.wire.message_cut import MessageLayout
 from onefold.wire.ticket import Ticket
 from onefold.wire.transport import Composed, Reduction, SendRows
 
 
-class Coded:
+class Quantized:
     """See the module. With `SendRows.has_base` a gather sends differences to `full`."""
 
-    is_coded = True
+    is_quantized = True
 
     def __init__(self, exact: Composed, codec: Codec) -> None:
         self.group = exact.group
         self.codec = codec
         self._exact = exact
         self._exchange = exact.exchange
-        self._gathered: dict[tuple[MessageLayout, torch.dtype], CodedMessages] = {}
-        self._reduced: dict[tuple[MessageLayout, torch.dtype], CodedMessages] = {}
+        self._gathered: dict[tuple[MessageLayout, torch.dtype], QuantizedMessages] = {}
+        self._reduced: dict[tuple[MessageLayout, torch.dtype], QuantizedMessages] = {}
 
     # gather
 
@@ -43,7 +43,7 @@ class Coded:
             return self._exact.gather(full, cut, label)
         key, exchange, rank = (cut, full.dtype), self._exchange, self.group.rank
         if key not in self._gathered:
-            self._gathered[key] = CodedMessages(
+            self._gathered[key] = QuantizedMessages(
                 cut, cut.spans, self.codec.nbytes, full.dtype.itemsize
             )
         messages = self._gathered[key]
@@ -55,9 +55,9 @@ class Coded:
 
         def read() -> None:
             for parts, message in zip(messages.parts, staged.split(messages.numels), strict=True):
-                for _, is_coded, place, rows in parts:
+                for _, is_quantized, place, rows in parts:
                     part, target = message[place], full[rows]
-                    if not is_coded:
+                    if not is_quantized:
                         target.copy_(part.view(full.dtype))
                     elif is_difference:
                         _add(self.codec, part, target)
@@ -71,11 +71,11 @@ class Coded:
         self, full: Tensor, message: Tensor, parts: list[Part], own: SendRows | None
     ) -> None:
         """Code own rows, or with a base their differences to `full`."""
-        for index, is_coded, place, rows in parts:
+        for index, is_quantized, place, rows in parts:
             part, target = message[place], full[rows]
             own_rows = None if own is None else own.rows[index]
             values = target if own_rows is None else own_rows
-            if not is_coded:
+            if not is_quantized:
                 part.view(full.dtype).copy_(values)
             elif own is not None and own.has_base:
                 self.codec.encode(
@@ -101,7 +101,7 @@ class Coded:
         flags, label, rank = partials[-1], reduction.label, self.group.rank
         key = (cut, flags.dtype)
         if key not in self._reduced:
-            self._reduced[key] = CodedMessages(
+            self._reduced[key] = QuantizedMessages(
                 cut, cut.pieces, self.codec.nbytes, flags.dtype.itemsize, is_reduced=True
             )
         messages = self._reduced[key]
@@ -113,7 +113,7 @@ class Coded:
         def average() -> None:
             for part in messages.parts[rank]:
                 region, values = part.region, partials[part.region][part.rows]
-                own = values if part.is_coded else values.to(flags.dtype)
+                own = values if part.is_quantized else values.to(flags.dtype)
                 self._average(part, inbox, own, reduction.out[region], reduction.fresh[region])
             exchange.reducing.give([sent, received])
 
@@ -123,7 +123,7 @@ class Coded:
         """See `Transport.rest`."""
         self._exchange.rest()
 
-    def _pack(self, reduction: Reduction, messages: CodedMessages, sent: Tensor) -> None:
+    def _pack(self, reduction: Reduction, messages: QuantizedMessages, sent: Tensor) -> None:
         """Write each other rank's message."""
         rank, partials, feedback = self.group.rank, reduction.partials, reduction.feedback
         dtype = partials[-1].dtype
@@ -133,7 +133,7 @@ class Coded:
             for part in parts if receiver != rank else ():
                 values = partials[part.region][part.rows]
                 place = message[part.place]
-                if part.is_coded:
+                if part.is_quantized:
                     numels = reduction.cut.numels[part.region]
                     rest = feedback and feedback(part.region, sum(numels) - numels[rank])
                     if rest is None:
@@ -154,7 +154,7 @@ class Coded:
         for sender, message in enumerate(inbox):
             if sender == self.group.rank:
                 total.add_(own)
-            elif part.is_coded:
+            elif part.is_quantized:
                 self.codec.add(message[part.place], total)
             else:
                 total.add_(message[part.place].view(own.dtype))

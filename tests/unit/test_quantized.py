@@ -1,4 +1,4 @@
-"""Quantised bases: packed weights and their side tables are sharded as they are, never cast.
+"""Quantized bases: packed weights and their side tables are sharded as they are, never cast.
 
 The reference is one process that trains the same packed weights with bitsandbytes' own modules.
 """
@@ -95,8 +95,8 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def quantised(kind: str, recompute: bool = False) -> nn.Module:
-    return seeded(lambda: Model(kind, recompute).to("cpu"))  # bitsandbytes quantises here
+def quantized(kind: str, recompute: bool = False) -> nn.Module:
+    return seeded(lambda: Model(kind, recompute).to("cpu"))  # bitsandbytes quantizes here
 
 
 def adapters(module: nn.Module) -> list[nn.Parameter]:
@@ -135,7 +135,7 @@ def weights_of(module: nn.Module) -> list[Tensor]:
 
 
 def run_plain(kind: str, **options: Any) -> tuple[list[float], list[Tensor]]:
-    module = quantised(kind)
+    module = quantized(kind)
     optimizer = torch.optim.AdamW(adapters(module), lr=1e-2, fused=True)
     losses = train(module, optimizer, **options)
     return losses, weights_of(module)
@@ -144,7 +144,7 @@ def run_plain(kind: str, **options: Any) -> tuple[list[float], list[Tensor]]:
 def run_sharded(
     rank: int, kind: str, *, recompute: bool = False, choices: Any = None, **options: Any
 ) -> tuple[list[float], list[Tensor], Report]:
-    module = quantised(kind, recompute)
+    module = quantized(kind, recompute)
     optimizer = torch.optim.AdamW(adapters(module), lr=1e-2)
     onefold.shard(module, optimizer, **(choices or {}))
     losses = train(module, optimizer, **options)
@@ -165,7 +165,7 @@ def assert_same_bits(found: Any, wanted: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", LINEARS)
-def test_a_quantised_base_trains_with_the_bits_of_one_process(kind):
+def test_a_quantized_base_trains_with_the_bits_of_one_process(kind):
     wanted = run_plain(kind)
     for world_size, stage in [(1, 3), (2, 0), (2, 1), (2, 2), (2, 3)]:
         for found in run_ranks(
@@ -185,7 +185,7 @@ def test_every_tier_and_recompute_keep_the_bits(kind, tmp_path):
 
 
 def run_compiled(rank: int, kind: str, backend: str | None) -> list[float]:
-    module = quantised(kind)
+    module = quantized(kind)
     optimizer = torch.optim.AdamW(adapters(module), lr=1e-2)
     onefold.shard(module, optimizer, stage=3)
     for block in module.blocks if backend else ():
@@ -199,7 +199,7 @@ def run_compiled(rank: int, kind: str, backend: str | None) -> list[float]:
     "ignore:The .grad attribute of a Tensor that is not a leaf",
 )
 @pytest.mark.parametrize(("kind", "backend"), [("nf4", "eager"), ("int8", "aot_eager")])
-def test_compiled_blocks_of_a_quantised_base_keep_the_bits(kind, backend):
+def test_compiled_blocks_of_a_quantized_base_keep_the_bits(kind, backend):
     wanted = run_ranks(2, run_compiled, kind, None)
     torch._dynamo.reset()
     assert run_ranks(2, run_compiled, kind, backend) == wanted
@@ -207,7 +207,7 @@ def test_compiled_blocks_of_a_quantised_base_keep_the_bits(kind, backend):
 
 
 def moments_of_all(rank: int, kind: str) -> int:
-    module = quantised(kind)
+    module = quantized(kind)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     onefold.shard(module, optimizer, offload="cpu")
     train(module, optimizer, steps=2)
@@ -218,7 +218,7 @@ def moments_of_all(rank: int, kind: str) -> int:
 
 def test_packed_weights_in_an_optimizer_have_no_moments():
     (held,) = run_ranks(1, moments_of_all, "nf4")
-    trained = [p for p in quantised("nf4").parameters() if p.requires_grad]
+    trained = [p for p in quantized("nf4").parameters() if p.requires_grad]
     assert held == 2 * 4 * sum(-(-p.numel() // 64) * 64 for p in trained)
 
 
@@ -267,7 +267,7 @@ def own_nbytes(tensor: Tensor, rank: int, world_size: int, multiple: int = 1) ->
 
 
 def bytes_of_a_pass(rank: int, kind: str, world_size: int) -> None:
-    module = quantised(kind)
+    module = quantized(kind)
     is_packed = lambda p: "bitsandbytes" in type(p).__module__
     packed = [p.detach() for p in module.parameters() if is_packed(p)] + tables_of(module)
     others = [p for p in module.parameters() if not is_packed(p)]
@@ -297,7 +297,7 @@ def test_a_rank_holds_its_part_of_bytes_and_tables_and_sends_nothing_else(kind, 
 
 
 def state_of_all_kinds(rank: int, kind: str, stage: int) -> None:
-    module = quantised(kind)
+    module = quantized(kind)
     wanted = shown(module)
     onefold.shard(module, stage=stage)
     assert list(module.state_dict()) == list(wanted)
@@ -327,7 +327,7 @@ def moved_through(directory: str, rank: int, kind: str, stage: int, seed: int) -
 @pytest.mark.parametrize("kind", ["nf4", "nf4 in bfloat16", "int8"])
 def test_checkpoints_hold_packed_bytes_and_move_to_another_world_size(kind, tmp_path):
     def save(rank: int) -> Any:
-        module = quantised(kind)
+        module = quantized(kind)
         optimizer = torch.optim.AdamW(adapters(module), lr=1e-2)
         onefold.shard(module, optimizer, stage=3)
         train(module, optimizer, steps=1)
@@ -363,12 +363,12 @@ def test_checkpoints_hold_packed_bytes_and_move_to_another_world_size(kind, tmp_
 
 def test_a_checkpoint_of_another_code_is_refused(tmp_path):
     def save(rank: int) -> None:
-        module = onefold.shard(quantised("fp4"))
+        module = onefold.shard(quantized("fp4"))
         onefold.save(tmp_path / "run", module)
         onefold.save_pretrained(module, tmp_path / "weights")
 
     def load(rank: int) -> None:
-        module = onefold.shard(quantised("nf4"))
+        module = onefold.shard(quantized("nf4"))
         with pytest.raises(CheckpointError, match="__fp4"):
             onefold.load(tmp_path / "run", module)
         with pytest.raises(CheckpointError, match="__nf4"):
@@ -380,7 +380,7 @@ def test_a_checkpoint_of_another_code_is_refused(tmp_path):
 
 def merged(rank: int, kind: str) -> dict[str, Tensor]:
     """Replace a weight inside `unsharded`, as a merge of adapters does."""
-    module = quantised(kind)
+    module = quantized(kind)
     onefold.shard(module)
     with onefold.unsharded(module, writeback=True):
         base = module.blocks[0].up.base
@@ -396,9 +396,9 @@ def merged(rank: int, kind: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["nf4", "nf4 in bfloat16", "int8"])
-def test_a_weight_that_is_quantised_anew_brings_its_tables_along(kind):
+def test_a_weight_that_is_quantized_anew_brings_its_tables_along(kind):
     ((wanted, output),) = run_ranks(1, merged, kind)
-    before = shown(quantised(kind))
+    before = shown(quantized(kind))
     assert any(not same_bits(before[name], wanted[name]) for name in wanted)
     for found, other in run_ranks(2, merged, kind):
         assert_same_state(found, wanted)
@@ -407,7 +407,7 @@ def test_a_weight_that_is_quantised_anew_brings_its_tables_along(kind):
 
 def test_a_narrow_compute_dtype_leaves_packed_weights_as_they_are():
     def run(rank: int) -> Any:
-        module = quantised("nf4 in bfloat16")
+        module = quantized("nf4 in bfloat16")
         wanted = shown(module)
         optimizer = torch.optim.AdamW(adapters(module), lr=1e-2)
         onefold.shard(module, optimizer, precision="bf16")
@@ -430,14 +430,14 @@ def test_a_narrow_compute_dtype_leaves_packed_weights_as_they_are():
 
 
 def dispatched() -> nn.Module:
-    module = quantised("nf4")
+    module = quantized("nf4")
     module.hf_device_map = {"blocks": 0, "head": "cpu"}
     return module
 
 
 def evaluated_here() -> nn.Module:
     """bitsandbytes packs weights anew where a CPU has AVX512-BF16; this stands in for one."""
-    module = quantised("nf4")
+    module = quantized("nf4")
     module.head.weight.quant_state.packing_format_for_cpu = True
     return module
 
@@ -452,15 +452,15 @@ def on_meta(kind: str) -> nn.Module:
     [
         (partial(on_meta, "nf4"), r"Params4bit on meta.*\n.*from_pretrained"),
         (partial(on_meta, "int8"), r"Int8Params on meta.*\n.*from_pretrained"),
-        (lambda: Model("nf4"), "not quantised yet"),
-        (lambda: Model("int8"), "not quantised yet"),
+        (lambda: Model("nf4"), "not quantized yet"),
+        (lambda: Model("int8"), "not quantized yet"),
         (lambda: bnb.nn.Linear8bitLt(8, 8).to("cpu"), "has_fp16_weights=True"),
         (lambda: bnb.nn.Embedding8bit(8, 8).to("cpu"), "Embedding8bit"),
         (evaluated_here, "packed anew"),
         (dispatched, "dispatched to"),
     ],
 )
-def test_weights_that_are_not_quantised_for_good_are_refused(build, words):
+def test_weights_that_are_not_quantized_for_good_are_refused(build, words):
     def run(rank: int) -> None:
         with pytest.raises(ConfigError, match=words):
             onefold.shard(seeded(build))
@@ -468,12 +468,12 @@ def test_weights_that_are_not_quantised_for_good_are_refused(build, words):
     run_ranks(2, run)
 
 
-def test_a_quantised_module_has_its_values_before_it_is_sharded(tmp_path):
+def test_a_quantized_module_has_its_values_before_it_is_sharded(tmp_path):
     with pytest.raises(CheckpointError, match=r"after onefold\.shard"):
-        onefold.load_pretrained(quantised("nf4"), tmp_path)
+        onefold.load_pretrained(quantized("nf4"), tmp_path)
 
 
-# as users come: transformers loads and quantises, PEFT adds adapters
+# as users come: transformers loads and quantizes, PEFT adds adapters
 
 
 def llama() -> nn.Module:
@@ -485,7 +485,7 @@ def llama() -> nn.Module:
 
 
 def adapted(folder: Path, bits: int) -> nn.Module:
-    """A quantised Llama with LoRA on every linear, in QLoRA's usual steps."""
+    """A quantized Llama with LoRA on every linear, in QLoRA's usual steps."""
     packing = transformers.BitsAndBytesConfig(
         load_in_4bit=bits == 4, load_in_8bit=bits == 8, bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.float32,
@@ -591,7 +591,7 @@ def test_from_pretrained_reads_the_packed_weights_that_onefold_saves(bits, tmp_p
 
 
 def freed(rank: int, kind: str, stage: int) -> dict[Any, int]:
-    module = quantised(kind)
+    module = quantized(kind)
     optimizer = torch.optim.AdamW(adapters(module))
     onefold.shard(module, optimizer, stage=stage)
     train(module, optimizer, steps=1)
@@ -602,7 +602,7 @@ def freed(rank: int, kind: str, stage: int) -> dict[Any, int]:
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_deleted_quantised_model_gives_every_byte_back_without_a_collector(kind, stage):
+def test_a_deleted_quantized_model_gives_every_byte_back_without_a_collector(kind, stage):
     gc.disable()
     try:
         for left in run_ranks(2, freed, kind, stage):
@@ -629,7 +629,7 @@ class Plain(nn.Module):
         return self.head(x)
 
 
-def coded(word: str) -> tuple[nn.Module, list[Tensor]]:
+def rounded(word: str) -> tuple[nn.Module, list[Tensor]]:
     """The module, with frozen weights as they are after coding; their values before."""
     module, codec = seeded(Plain), codec_of(word)
     before = [b.detach().clone() for b in bases(module)]
@@ -645,8 +645,8 @@ def bases(module: nn.Module) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("word", ["int8", "int4"])
-def test_frozen_weights_of_plain_linears_rest_and_travel_coded(word, tmp_path):
-    module, _ = coded(word)
+def test_frozen_weights_of_plain_linears_rest_and_travel_quantized(word, tmp_path):
+    module, _ = rounded(word)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, fused=True)
     wanted = train(module, optimizer), weights_of(module)
     values = [each.detach().clone() for each in bases(module)]
@@ -662,7 +662,7 @@ def test_frozen_weights_of_plain_linears_rest_and_travel_coded(word, tmp_path):
         report = onefold.report(module)
         assert rank > 0 or report.differing() == {}
         with pytest.raises(CheckpointError, match=r"Precision\(frozen=\)"):
-            onefold.save_pretrained(module, tmp_path / "coded")
+            onefold.save_pretrained(module, tmp_path / "quantized")
         with onefold.unsharded(module, writeback=True):
             for ours, theirs in zip(bases(module), values, strict=True):
                 assert torch.equal(ours, theirs)
@@ -678,7 +678,7 @@ def test_frozen_weights_of_plain_linears_rest_and_travel_coded(word, tmp_path):
         assert_same_bits(found, wanted)
 
 
-def test_coded_weights_are_decoded_one_unit_at_a_time_and_saved_as_bytes(tmp_path):
+def test_quantized_weights_are_decoded_one_unit_at_a_time_and_saved_as_bytes(tmp_path):
     options = {"precision": onefold.Precision(compute=torch.bfloat16, frozen="int8")}
 
     def run(rank: int, seed: int, loads: bool) -> Any:
@@ -688,8 +688,8 @@ def test_coded_weights_are_decoded_one_unit_at_a_time_and_saved_as_bytes(tmp_pat
         train(module, optimizer, steps=2)
         report = onefold.report(module)
         one_block = 2 * 2 * WIDTH * HIDDEN  # in bf16
-        coded = 2 * codec_of("int8").nbytes(2 * WIDTH * HIDDEN)  # two blocks, and the adapters
-        assert report.memory["unsharded"]["device"].peak < one_block + 1.2 * coded
+        quantized = 2 * codec_of("int8").nbytes(2 * WIDTH * HIDDEN)  # two blocks, and the adapters
+        assert report.memory["unsharded"]["device"].peak < one_block + 1.2 * quantized
         assert report.memory["unsharded"]["device"].now == 0
         if loads:
             onefold.load(tmp_path / "run", module, optimizer)
@@ -705,12 +705,12 @@ def test_coded_weights_are_decoded_one_unit_at_a_time_and_saved_as_bytes(tmp_pat
             assert_same_state(found, wanted)
 
 
-def test_weights_that_cannot_be_coded_are_refused():
+def test_weights_that_cannot_be_quantized_are_refused():
     with pytest.raises(ConfigError, match="NF4 is for weights"):
         onefold.Precision(frozen="nf4")  # type: ignore[arg-type]
     with torch.device("meta"):
         module = Plain()
-    with pytest.raises(ConfigError, match="before it is coded"):
+    with pytest.raises(ConfigError, match="before it is quantized"):
         onefold.shard(module, precision=onefold.Precision(frozen="int8"))
 
     class Editing(Plain):

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from onefold.axes.exchange import gathered, moved, of_ranks, swap
+from onefold.axes.moves import gathered, moved, of_ranks, swap
 from onefold.wire.collectives import Group
 from tests.support.ranks import run_ranks
 

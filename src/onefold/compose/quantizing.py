@@ -1,7 +1,7 @@
 """Code weights in place, before they are planned.
 
-code_frozen         frozen weights of plain Linears, in a codec of the wire: Precision.frozen
-code_for_products   matrices that modules multiply with, in formats of torch's kernels
+quantize_frozen         frozen weights of plain Linears, in a codec of the wire: Precision.frozen
+quantize_for_products   matrices that modules multiply with, in formats of torch's kernels
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from onefold.engine.joining import replace_parameters
 from onefold.errors import ConfigError
 from onefold.layout.cut import Box
 from onefold.layout.module_tree import ModuleTree
-from onefold.layout.packed import CodedWeight
+from onefold.layout.packed import QuantizedWeight
 from onefold.layout.units import Owned, owned_parameters
 from onefold.unit.formats import described, encode
 from onefold.unit.init import PROMISED, Values
@@ -39,7 +39,7 @@ class KeptExact:
     reason: str
 
 
-def code_frozen(tree: ModuleTree, optimizers: Sequence[Optimizer], word: str) -> None:
+def quantize_frozen(tree: ModuleTree, optimizers: Sequence[Optimizer], word: str) -> None:
     """Replace each frozen weight of plain Linears by its bytes, in modules and optimizers."""
     for owned in owned_parameters(tree):
         parameter = owned.parameter
@@ -50,17 +50,19 @@ def code_frozen(tree: ModuleTree, optimizers: Sequence[Optimizer], word: str) ->
             continue
         if parameter.is_meta or PROMISED in tree.root.__dict__:
             raise _without_values(owned.fqn, "Precision(frozen=)")
-        coded = _replace(owned, _coded(parameter, described(parameter, word)))
+        quantized = _replace(owned, _quantized(parameter, described(parameter, word)))
         for optimizer in optimizers:
-            replace_parameters(optimizer, {id(parameter): coded}, [parameter])
+            replace_parameters(optimizer, {id(parameter): quantized}, [parameter])
 
 
-def code_for_products(module: nn.Module, rest: str, device_type: str = "cpu") -> list[KeptExact]:
+def quantize_for_products(
+    module: nn.Module, rest: str, device_type: str = "cpu"
+) -> list[KeptExact]:
     """Replace each matrix that modules multiply with by its bytes; return weights kept exact.
 
-    Matrices of nn.Linear, of transformers' Conv1D (transposed), and its stacks of experts. Those
-    that a module on `meta` will read from files (`onefold.load_pretrained`) are coded while they
-    are read: no more than one of them is exact in memory. All others are coded one by one.
+    Matrices of nn.Linear, of transformers' Conv1D (transposed), and its stacks of experts. A
+    module on `meta` that will read them from files (`onefold.load_pretrained`) has them quantized
+    while they are read: no more than one is exact in memory. All others are quantized one by one.
 
     Args:
         module: one that is not sharded yet.
@@ -76,7 +78,7 @@ def code_for_products(module: nn.Module, rest: str, device_type: str = "cpu") ->
         got = f"{rest!r} on {device_type}"
         raise ConfigError("int8 or int4, on cpu or cuda", got, hint=hint)
     promised: Values | None = module.__dict__.get(PROMISED)
-    coding = None if promised is None else CodedValues(promised)
+    coding = None if promised is None else QuantizedValues(promised)
     kept: list[KeptExact] = []
     for owned in owned_parameters(ModuleTree.of(module)):
         parameter = owned.parameter
@@ -94,29 +96,29 @@ def code_for_products(module: nn.Module, rest: str, device_type: str = "cpu") ->
         elif parameter.is_meta:
             raise _without_values(owned.fqn, f"rest={rest!r}")
         else:
-            _replace(owned, _coded(parameter, about))
+            _replace(owned, _quantized(parameter, about))
     if coding is not None:
         module.__dict__[PROMISED] = coding
     return kept
 
 
-class CodedValues:
-    """Values that are coded while they are read: one weight at a time is exact in memory."""
+class QuantizedValues:
+    """Values that are quantized while they are read: one weight at a time is exact in memory."""
 
     def __init__(self, values: Values) -> None:
         self._values = values
-        self._coded: dict[str, CodedWeight] = {}
+        self._quantized: dict[str, QuantizedWeight] = {}
 
-    def add(self, name: str, about: CodedWeight) -> None:
+    def add(self, name: str, about: QuantizedWeight) -> None:
         """Code this one, as described."""
-        self._coded[name] = about
+        self._quantized[name] = about
 
     def __contains__(self, name: str) -> bool:
         return name in self._values
 
     def fill(self, name: str, box: Box | None, out: Tensor) -> None:
-        """See `Values`: a box of a coded weight is one of its message."""
-        about = self._coded.get(name)
+        """See `Values`: a box of a quantized weight is one of its message."""
+        about = self._quantized.get(name)
         if about is None:
             self._values.fill(name, box, out)
             return
@@ -127,7 +129,7 @@ class CodedValues:
 
 
 def _why_exact(owned: Owned) -> str:
-    """The reason for which a weight stays exact; none for one that may be coded."""
+    """The reason for which a weight stays exact; none for one that may be quantized."""
     kinds = sorted({type(part).__name__ for part, _ in owned.owners})
     if not owned.parameter.is_floating_point():
         return f"dtype {owned.parameter.dtype}"
@@ -151,19 +153,19 @@ def _is_stack_of_experts(owned: Owned) -> bool:
     )
 
 
-def _coded(parameter: nn.Parameter, about: CodedWeight) -> CodedWeight:
+def _quantized(parameter: nn.Parameter, about: QuantizedWeight) -> QuantizedWeight:
     return about.over(encode(about, parameter))
 
 
-def _replace(owned: Owned, coded: CodedWeight) -> CodedWeight:
+def _replace(owned: Owned, quantized: QuantizedWeight) -> QuantizedWeight:
     for part, name in owned.owners:
-        part._parameters[name] = coded
-    return coded
+        part._parameters[name] = quantized
+    return quantized
 
 
 def _without_values(fqn: str, argument: str) -> ConfigError:
     return ConfigError(
-        f"weight {fqn!r} to have its values before it is coded",
+        f"weight {fqn!r} to have its values before it is quantized",
         "one on the meta device, or one that load_pretrained has promised",
         hint=f"load the module on the CPU, or leave {argument} out",
     )

@@ -1,0 +1,244 @@
+"""Which optimizer runs how: every class of torch, pytorch_optimizer and their like, in small.
+
+    pip install --target DIR --no-deps pytorch_optimizer lion-pytorch schedulefree torchao \
+        prodigyopt dadaptation
+    PYTHONPATH=DIR python benchmarks/optimizers.py [--only NAME ...]
+
+Each class trains a small model in plain torch, and the same with Onefold at stages 0 to 3 in one
+process and on two ranks (threads), and with `offload="cpu"`. All ranks read the same batch, so that
+gradients are bitwise those of plain torch. A run is "right" if every weight went as far as in plain
+torch, to 1e-3 of the largest change of its parameter: Newton-Schulz and fused kernels round
+otherwise. The result is a file in `results`, and the table in docs/reference/optimizers.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import json
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from contest.results import RESULTS, provenance, write_block
+from torch import Tensor, nn
+
+import onefold
+from onefold.engine.behaviour import Behaviour, behaviour_of
+from onefold.errors import OnefoldError
+
+ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT))
+from tests.support.ranks import run_ranks, seeded  # noqa: E402
+
+PAGE = ROOT / "docs" / "reference" / "optimizers.md"
+PACKAGES = (
+    "torch.optim", "pytorch_optimizer", "lion_pytorch", "schedulefree", "prodigyopt",
+    "dadaptation", "torchao.optim",
+)  # fmt: skip
+STEPS = 8
+TOLERANCE = 1e-3
+RUNS = {
+    **{f"stage {stage}": (2, {"stage": stage}) for stage in range(4)},
+    "one process": (1, {"stage": 3}),
+    "offload": (2, {"stage": 3, "offload": "cpu"}),
+}
+NEEDS: dict[str, dict[str, Any]] = {
+    "Lookahead": {}, "AliG": {"max_lr": 0.1}, "SGD": {"momentum": 0.9},
+}  # fmt: skip
+"""Arguments without which a class cannot be built, or has no state."""
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+class Mixed(nn.Module):
+    """Matrices, one of 4096 elements, and vectors."""
+
+    def __init__(self, *, has_vectors: bool = True) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64, bias=has_vectors)
+        self.norm = nn.LayerNorm(64, elementwise_affine=has_vectors)
+        self.last = nn.Linear(64, 9, bias=has_vectors)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x)).tanh())
+
+
+def classes() -> Iterator[tuple[str, Any]]:
+    """Every optimizer of the packages that are installed, by its full name."""
+    for package in PACKAGES:
+        try:
+            module = importlib.import_module(package)
+        except ImportError as error:
+            print(f"{package}: {error}", file=sys.stderr)
+            continue
+        for name, kind in sorted(vars(module).items()):
+            is_class = inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer)
+            if is_class and kind is not torch.optim.Optimizer and not inspect.isabstract(kind):
+                yield f"{package}.{name}", kind
+
+
+def ways(kind: type[torch.optim.Optimizer]) -> Iterator[tuple[str, bool, Make]]:
+    """Ways to train with a class, the common one first: a word, whether with vectors, how built."""
+    options = NEEDS.get(kind.__name__, {})
+
+    def flagged(module: nn.Module) -> torch.optim.Optimizer:
+        matrices = [p for p in module.parameters() if p.dim() == 2]
+        others = [p for p in module.parameters() if p.dim() != 2]
+        groups = [{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}]
+        return kind(groups, **options)
+
+    def plain(module: nn.Module) -> torch.optim.Optimizer:
+        return kind(module.parameters(), **options)
+
+    def of_module(module: nn.Module) -> torch.optim.Optimizer:
+        return kind(module, **options)  # type: ignore[arg-type]
+
+    yield "", True, plain
+    yield "groups", True, flagged
+    yield "matrices", False, plain
+    yield "closure", True, plain
+    yield "graph", True, plain
+    yield "module", True, of_module
+
+
+def train(way: tuple[str, bool, Make], choices: dict[str, Any] | None) -> list[Tensor]:
+    """Return each weight and its change after some steps, and in evaluation where that differs."""
+    word, has_vectors, make = way
+    module = seeded(lambda: Mixed(has_vectors=has_vectors)).double()
+    start = [p.detach().clone() for p in module.parameters()]
+    optimizer = make(module)
+    act = {name: getattr(optimizer, name, None) for name in ("train", "eval")}
+    if choices is not None:
+        onefold.shard(module, optimizer, **choices)
+    if callable(act["train"]):
+        act["train"]()
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1)).double()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = module(x).square().mean() * 3
+        loss.backward(create_graph=word == "graph")
+        return loss
+
+    for _ in range(STEPS):
+        if word == "closure":
+            optimizer.step(closure)  # type: ignore[arg-type]
+        else:
+            closure()
+            optimizer.step()
+    moved = [now - before for now, before in zip(values(module, choices), start, strict=True)]
+    if callable(act["eval"]):
+        act["eval"]()
+        moved += [n - b for n, b in zip(values(module, choices), start, strict=True)]
+    return moved
+
+
+def values(module: nn.Module, choices: dict[str, Any] | None) -> list[Tensor]:
+    if choices is None:
+        return [p.detach().clone() for p in module.parameters()]
+    with onefold.unsharded(module):
+        return [p.detach().clone() for p in module.parameters()]
+
+
+def compare(way: tuple[str, bool, Make], name: str, wanted: list[Tensor]) -> str:
+    """Return "right", or what a run came to instead."""
+    world, choices = RUNS[name]
+    try:
+        ranks = [train(way, choices)] if world == 1 else run_ranks(
+            world, lambda _: train(way, choices))  # fmt: skip
+    except OnefoldError as error:
+        return f"refused: {error}"
+    except Exception as error:  # the table says which
+        return f"error: {type(error).__name__}: {error}"
+    worst = max(
+        ((a - b).abs().max() / b.abs().max().clamp_min(1e-12)).item()
+        for moved in ranks
+        for a, b in zip(moved, wanted, strict=True)
+    )
+    return "right" if worst < TOLERANCE else f"wrong: {worst:.2g}"
+
+
+def measure(kind: type[torch.optim.Optimizer]) -> dict[str, Any]:
+    """Train with a class in plain torch in the first way that works, then in every run."""
+    problem = ""
+    for way in ways(kind):
+        try:
+            wanted = train(way, None)
+            state = torch.get_rng_state()
+            module = seeded(lambda way=way: Mixed(has_vectors=way[1]))
+            draws = not torch.equal(state, torch.get_rng_state())  # train began from the same
+            behaviour = behaviour_of(way[2](module))
+        except Exception as error:  # it may need another way
+            problem = problem or f"{type(error).__name__}: {error}"
+            continue
+        if not all(tensor.isfinite().all() for tensor in wanted):
+            problem = "not finite in plain torch"
+            continue
+        if draws:
+            return {"way": way[0], "skipped": "it draws random numbers"}
+        runs = {name: compare(way, name, wanted) for name in RUNS}
+        return {"way": way[0], "behaviour": word_of(behaviour), "runs": runs}
+    return {"skipped": problem.splitlines()[0][:160] if problem else "cannot be built"}
+
+
+def word_of(behaviour: Behaviour) -> str:
+    if behaviour.searches:
+        return "searches"
+    if behaviour.kind == "elementwise":
+        return "elementwise" if behaviour.in_blocks else "elementwise, not in blocks"
+    return "coupled by sums" if behaviour.adds else behaviour.kind
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--only", nargs="*", default=[], help="parts of names of classes")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    for name, kind in classes():
+        if not arguments.only or any(part in name for part in arguments.only):
+            found[name] = measure(kind)
+            print(name, line_of(found[name]), flush=True)
+            if not arguments.only:
+                write(found, arguments.results)
+    if not arguments.only:
+        write_block(PAGE, "optimizers", table(found))
+
+
+def write(found: dict[str, Any], folder: Path) -> None:
+    """Replace the file of results by the classes that are finished."""
+    path = folder / f"{date.today().isoformat()}-optimizers.json"
+    path.write_text(json.dumps({**provenance(), "classes": found}, indent=1) + "\n")
+
+
+def line_of(result: dict[str, Any]) -> str:
+    if "runs" not in result:
+        return f"skipped: {result['skipped']}"
+    words = [f"{n}: {v[:150]}" for n, v in result["runs"].items() if v != "right"]
+    return " | ".join([result["behaviour"], result["way"], *words])
+
+
+def table(found: dict[str, Any]) -> list[str]:
+    """Return a row for each class; runs that are not right show what they came to."""
+    lines = ["| class | runs as | stages 0, 1, 2, 3 | offload |", "|---|---|---|---|"]
+    for name, result in found.items():
+        if "runs" not in result:
+            lines.append(f"| `{name}` | not run: {result['skipped'].replace('|', ' ')} | | |")
+            continue
+        words = {run: value.split(":")[0] for run, value in result["runs"].items()}
+        stages = ", ".join(words[f"stage {stage}"] for stage in range(4))
+        kind = result["behaviour"]
+        lines.append(f"| `{name}` | {kind} | {stages} | {words['offload']} |")
+    return lines
+
+
+if __name__ == "__main__":
+    main()
