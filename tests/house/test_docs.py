@@ -266,6 +266,8 @@ def messages_of_the_source() -> list[str]:
                 # of `expected` and of functions that raise through it: what, then what came
                 told = [template(each) for each in node.args[:2]]
                 found.append("expected " + ", got ".join(told))
+            elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "wanted":
+                found.append("expected " + template(node.value))
     return found
 
 
