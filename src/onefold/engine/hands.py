@@ -7,6 +7,7 @@ from functools import partial
 from typing import Protocol
 from weakref import WeakSet
 
+from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from onefold.engine.driving import Action, Verb
@@ -14,7 +15,6 @@ from onefold.engine.forward_threads import current_forward
 from onefold.engine.noise import NoiseScale
 from onefold.engine.policy import UnitFacts
 from onefold.engine.schedule import Schedule
-from onefold.engine.watch import in_transform
 from onefold.unit.unit import Unit
 from onefold.wire.collectives import Group
 from onefold.wire.ticket import Ticket
@@ -54,13 +54,13 @@ class Hands:
         if not actions:
             return
         thread = current_forward()
-        if in_transform():
-            with temporarily_clear_interpreter_stack():  # else buffers would end with a transform
-                self._execute(actions)
-        elif thread is None:
+        if thread is not None:
+            thread.ask(partial(self._execute, actions))
+        elif peek_interpreter_stack() is None:
             self._execute(actions)
         else:
-            thread.ask(partial(self._execute, actions))
+            with temporarily_clear_interpreter_stack():  # else buffers would end with a transform
+                self._execute(actions)
 
     def _execute(self, actions: Iterable[Action]) -> None:
         index = -1

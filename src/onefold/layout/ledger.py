@@ -85,10 +85,13 @@ class Ledger:
             usage = self.usage.get((kind, tier))
             if usage is None:
                 usage = self.usage[kind, tier] = Usage()
-            for sums in (usage, self.total):
-                sums.now += nbytes
-                if sums.now > sums.peak:
-                    sums.peak = sums.now
+            usage.now += nbytes
+            if usage.now > usage.peak:
+                usage.peak = usage.now
+            total = self.total
+            total.now += nbytes
+            if total.now > total.peak:
+                total.peak = total.now
             if is_mapped:
                 self.mapped += nbytes
             if self.observer is not None:

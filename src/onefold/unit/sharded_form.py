@@ -170,4 +170,5 @@ class ShardedForm:
 
 
 def _is_alike(shown: DTensor, template: DTensor) -> bool:
-    return shown.device_mesh == template.device_mesh and shown.placements == template.placements
+    spec, other = shown._spec, template._spec
+    return spec is other or (spec.mesh == other.mesh and spec.placements == other.placements)

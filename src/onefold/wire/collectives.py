@@ -62,7 +62,7 @@ class Group:
             return self._begin(lambda lanes: lanes.broadcast(_real(tensor), source))
         return self._issue(
             lambda group: dist.broadcast(tensor, group=group, group_src=source, async_op=True),
-            tensor.device,
+            tensor,
         )
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Waitable:
@@ -70,15 +70,13 @@ class Group:
         out, shard = _real(out), _real(shard)
         if self.peers is not None and out.device.type == "cpu":
             return self._begin(lambda lanes: lanes.all_gather(out, shard))
-        return self._issue(
-            lambda group: group.all_gather_single(out, shard, ALL_GATHER), out.device
-        )
+        return self._issue(lambda group: group.all_gather_single(out, shard, ALL_GATHER), out)
 
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> Waitable:
         """Start summing `full` over the ranks; rank r gets the r-th of equal pieces in `out`."""
         return self._issue(
             lambda group: dist.reduce_scatter_single(out, full, group=group, async_op=True),
-            out.device,
+            out,
         )
 
     def all_to_all(
@@ -90,7 +88,7 @@ class Group:
             return self._begin(lambda lanes: lanes.all_to_all(out, sent, numels_out, numels_sent))
         return self._issue(
             lambda group: group.all_to_all_single(out, sent, numels_out, numels_sent, ALL_TO_ALL),
-            out.device,
+            out,
         )
 
     def track(self, works: list[Waitable], label: str) -> Sequence[Waitable]:
@@ -110,7 +108,7 @@ class Group:
             raise WireError(_not_begun(error)) from error
 
     def _issue(
-        self, start: Callable[[dist.ProcessGroup], Waitable | None], device: torch.device
+        self, start: Callable[[dist.ProcessGroup], Waitable | None], out: torch.Tensor
     ) -> Waitable:
         work = None
         if isinstance(self.handle, dist.ProcessGroup):
@@ -123,7 +121,7 @@ class Group:
                 "expected this rank to be in the process group, got no work\n"
                 "hint: pass a mesh or group that contains every rank that calls onefold.shard"
             )
-        return work if device.type == "cpu" else QueuedWork(work)
+        return work if out.is_cpu else QueuedWork(work)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> None:
         """Replace `tensor` by its maximum over the ranks; blocks."""
