@@ -49,7 +49,7 @@ RUNS = {
     "offload": (2, {"stage": 3, "offload": "cpu"}),
 }
 NEEDS: dict[str, dict[str, Any]] = {
-    "Lookahead": {}, "AliG": {"max_lr": 0.1}, "SGD": {"momentum": 0.9},
+    "AliG": {"max_lr": 0.1}, "SGD": {"momentum": 0.9},
 }  # fmt: skip
 """Arguments without which a class cannot be built, or has no state."""
 
@@ -202,21 +202,21 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, kind in classes():
         if not arguments.only or any(part in name for part in arguments.only):
-            found[name] = measure(kind)
-            print(name, line_of(found[name]), flush=True)
+            results[name] = measure(kind)
+            print(name, line_of(results[name]), flush=True)
             if not arguments.only:
-                write(found, arguments.results)
+                write(results, arguments.results)
     if not arguments.only:
-        write_block(PAGE, "optimizers", table(found))
+        write_block(PAGE, "optimizers", table(results))
 
 
-def write(found: dict[str, Any], folder: Path) -> None:
+def write(results: dict[str, Any], folder: Path) -> None:
     """Replace the file of results by the classes that are finished."""
     path = folder / f"{date.today().isoformat()}-optimizers.json"
-    path.write_text(json.dumps({**provenance(), "classes": found}, indent=1) + "\n")
+    path.write_text(json.dumps({**provenance(), "classes": results}, indent=1) + "\n")
 
 
 def line_of(result: dict[str, Any]) -> str:
@@ -226,17 +226,18 @@ def line_of(result: dict[str, Any]) -> str:
     return " | ".join([result["behaviour"], result["way"], *words])
 
 
-def table(found: dict[str, Any]) -> list[str]:
+def table(results: dict[str, Any]) -> list[str]:
     """Return a row for each class; runs that are not right show what they came to."""
-    lines = ["| class | runs as | stages 0, 1, 2, 3 | offload |", "|---|---|---|---|"]
-    for name, result in found.items():
+    head = "| class | runs as | stages 0, 1, 2, 3 | one process | offload |"
+    lines = [head, "|---|---|---|---|---|"]
+    for name, result in results.items():
         if "runs" not in result:
-            lines.append(f"| `{name}` | not run: {result['skipped'].replace('|', ' ')} | | |")
+            lines.append(f"| `{name}` | not run: {result['skipped'].replace('|', ' ')} | | | |")
             continue
         words = {run: value.split(":")[0] for run, value in result["runs"].items()}
         stages = ", ".join(words[f"stage {stage}"] for stage in range(4))
-        kind = result["behaviour"]
-        lines.append(f"| `{name}` | {kind} | {stages} | {words['offload']} |")
+        cells = [f"`{name}`", result["behaviour"], stages, words["one process"], words["offload"]]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 

@@ -112,8 +112,8 @@ def _shard(
         arguments = examine_together(ranks, examine_mine, tree)
         frozen = arguments.recipe.precision.frozen
         if frozen is not None:
-            code = partial(quantize_frozen, tree, arguments.parts.optimizers, frozen)
-            together(ranks.everyone, code)
+            quantize = partial(quantize_frozen, tree, arguments.parts.optimizers, frozen)
+            together(ranks.everyone, quantize)
             arguments = examine_together(ranks, examine_mine, tree)
         build(arguments.parts, resolve(arguments, ranks))
     if choices.shares == AUTO:

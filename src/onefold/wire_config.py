@@ -232,5 +232,5 @@ def _check_two_axes(wire: Wire, stage: Stage) -> None:
         raise ConfigError(
             "exact weights where nodes are replicas: none travel between them",
             f"Wire.weights={wire.weights!r} with secondary='optimizer'",
-            hint='Wire(weights=("int8", "exact"), secondary="optimizer") codes them inside',
+            hint='Wire(weights=("int8", "exact"), secondary="optimizer") quantizes them inside',
         )

@@ -1,7 +1,7 @@
 """CPU seconds of each test file, its child processes included.
 
-`pytest --durations-file=tests/durations.json` writes them. Unlike wall time they are nearly the
-same on a busy machine.
+`pytest --durations-file=tests/support/durations.json` writes them. Unlike wall time they are nearly
+the same on a busy machine.
 """
 
 from __future__ import annotations

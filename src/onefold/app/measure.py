@@ -175,9 +175,9 @@ def disk_rate(files: Sequence[BlockFile]) -> float:
 def _disk_rate(folder: Path) -> float:
     """Write a file that is gone at once, and read it."""
     file, (block,) = SwapFile(folder, 0), request_views(1)
-    for offset in range(0, DISK_NBYTES, REQUEST_NBYTES):
-        file.write(offset, block)
     try:
+        for offset in range(0, DISK_NBYTES, REQUEST_NBYTES):
+            file.write(offset, block)
         return disk_rate([file])
     finally:
         file.close()

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,7 @@ from onefold.layout.cut import bounds_of
 from onefold.layout.model_axes import dtensor_of
 from onefold.wire import ranks as meshes
 from onefold.wire.collectives import Group
+from onefold.wire.ticket import Ticket
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +68,21 @@ def _exchange(
     group = axis.group
     if group.world_size == 1:
         return (rows.clone(),)
-    width = rows[:1].numel() if len(rows) else rows.new_empty(1, *rows.shape[1:]).numel()
+    width = prod(rows.shape[1:])
     out = rows.new_empty(sum(received), *rows.shape[1:])
     work = group.all_to_all(
         out.view(-1), rows.contiguous().view(-1),
         [num * width for num in received], [num * width for num in sent],
     )  # fmt: skip
-    for message in group.track([work], axis.label):
-        message.wait()
+    Ticket(group.track([work], axis.label), label=axis.label).wait()
     return (out,)
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """Return the permutation that undoes `order`."""
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+    return place
 
 
 class Routing:
@@ -116,9 +124,7 @@ class Routing:
             weights: [n, choices].
         """
         (rows,) = moved(self._back, self._there, outputs)
-        place = torch.empty_like(self._order)
-        place[self._order] = torch.arange(len(place), device=place.device)
-        choices = rows[place].view(len(weights), self._choices, rows.shape[-1])
+        choices = rows[_inverse(self._order)].view(len(weights), self._choices, rows.shape[-1])
         return (choices * weights.unsqueeze(-1)).sum(1)
 
 
@@ -217,9 +223,7 @@ class ExpertParallel(nn.Module):
             functional_call(inner, {name: p[at] for name, p in stacked.items()}, (part,))
             for at, part in enumerate(rows[order].split(counts))
         ]
-        place = torch.empty_like(order)
-        place[order] = torch.arange(len(order), device=order.device)
-        return torch.cat(parts)[place]
+        return torch.cat(parts)[_inverse(order)]
 
     def extra_repr(self) -> str:
         own = self.own_experts

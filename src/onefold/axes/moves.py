@@ -74,7 +74,8 @@ def of_ranks(group: Group, mine: Tensor, label: str) -> Tensor:
     if group.world_size == 1:
         return mine[None]
     everyone = mine.new_empty((group.world_size, *mine.shape))
-    Ticket([group.all_gather(everyone.view(-1), mine.view(-1))], label=label).wait()
+    work = group.all_gather(everyone.view(-1), mine.view(-1))
+    Ticket(group.track([work], label), label=label).wait()
     return everyone
 
 

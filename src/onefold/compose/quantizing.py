@@ -1,4 +1,4 @@
-"""Code weights in place, before they are planned.
+"""Quantize weights in place, before they are planned.
 
 quantize_frozen         frozen weights of plain Linears, in a codec of the wire: Precision.frozen
 quantize_for_products   matrices that modules multiply with, in formats of torch's kernels
@@ -78,7 +78,7 @@ def quantize_for_products(
         got = f"{rest!r} on {device_type}"
         raise ConfigError("int8 or int4, on cpu or cuda", got, hint=hint)
     promised: Values | None = module.__dict__.get(PROMISED)
-    coding = None if promised is None else QuantizedValues(promised)
+    values = None if promised is None else QuantizedValues(promised)
     kept: list[KeptExact] = []
     for owned in owned_parameters(ModuleTree.of(module)):
         parameter = owned.parameter
@@ -90,15 +90,15 @@ def quantize_for_products(
         )  # fmt: skip
         if about is None or about.nbytes >= parameter.nbytes:
             kept.append(KeptExact(owned.fqn, why or f"too small: {rest} would need more bytes"))
-        elif coding is not None and owned.fqn in coding:
-            coding.add(owned.fqn, about)
+        elif values is not None and owned.fqn in values:
+            values.add(owned.fqn, about)
             _replace(owned, about)
         elif parameter.is_meta:
             raise _without_values(owned.fqn, f"rest={rest!r}")
         else:
             _replace(owned, _quantized(parameter, about))
-    if coding is not None:
-        module.__dict__[PROMISED] = coding
+    if values is not None:
+        module.__dict__[PROMISED] = values
     return kept
 
 
@@ -110,7 +110,7 @@ class QuantizedValues:
         self._quantized: dict[str, QuantizedWeight] = {}
 
     def add(self, name: str, about: QuantizedWeight) -> None:
-        """Code this one, as described."""
+        """Quantize this weight, as described, while it is read."""
         self._quantized[name] = about
 
     def __contains__(self, name: str) -> bool:

@@ -19,7 +19,7 @@ from onefold.compose import checks, own_meshes
 from onefold.compose import cut_axes as model_axes
 from onefold.compose.own_meshes import UnitRanks
 from onefold.compose.stepping import stepper_of
-from onefold.compose.tiers import budget_of, moments_of
+from onefold.compose.tiers import budget_of, elementwise, moments_of
 from onefold.config import (
     STAGES,
     Inference,
@@ -363,4 +363,5 @@ def _num_moments(parts: ModuleParts) -> int:
     """Optimizer states per element of the largest unit that trains."""
     trained = [plan for plan in parts.plans if plan.is_trained]
     largest = sorted(trained, key=lambda plan: plan.numel)[-1:]
-    return sum(len(moments_of(plan, plan.dtype, parts.optimizers)) for plan in largest)
+    optimizers = elementwise(parts.optimizers)
+    return sum(len(moments_of(plan, plan.dtype, optimizers)) for plan in largest)

@@ -68,6 +68,7 @@ def budget_of(
         return Budget(0, 0, 0, 0)
     copies = recipe.device_type != "cpu" and offload.parameters == "device"
     needs, all_states = {"device": 0, "cpu": 0, "disk": 0}, 0
+    in_tiers = elementwise(optimizers)
     for unit, plan in zip(recipe.units, plans, strict=True):
         here = None if unit.ranks else rank  # a mesh of its own: at most
         held = unit_bytes(unit.members, recipe.on(unit.ranks), here, is_tiled=unit.tile_nbytes > 0)
@@ -76,7 +77,7 @@ def budget_of(
         has_master = held.has_master or (unit.is_offloaded and copies and plan.is_trained)
         states = [itemsize] if has_master else []
         stepped = recipe.precision.master if held.has_master else plan.dtype
-        states += [moment.itemsize for moment in moments_of(plan, stepped, optimizers).values()]
+        states += [moment.itemsize for moment in moments_of(plan, stepped, in_tiers).values()]
         needs[offload.parameters] += whole_pages(numel * plan.dtype.itemsize)
         nbytes = sum(whole_pages(numel * itemsize) for itemsize in states)
         needs[offload.optimizer if unit.is_offloaded else "device"] += nbytes
@@ -84,15 +85,19 @@ def budget_of(
     return Budget(**needs, states=all_states)
 
 
+def elementwise(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    """Return the optimizers whose states have an element for each of a parameter's."""
+    return [optimizer for optimizer in optimizers if behaviour_of(optimizer).kind == "elementwise"]
+
+
 def moments_of(
     plan: UnitPlan, stepped: torch.dtype, optimizers: Sequence[Optimizer]
 ) -> dict[str, torch.dtype]:
-    """Return the states that the optimizers will keep for each element of a unit, by name."""
+    """Return the states that elementwise optimizers will keep for each element of a unit."""
     members = {id(owned.parameter) for owned in plan.members if owned.parameter.requires_grad}
     moments: dict[str, torch.dtype] = {}
     for optimizer in optimizers:
-        is_elementwise = behaviour_of(optimizer).kind == "elementwise"
-        for group in optimizer.param_groups if is_elementwise else ():
+        for group in optimizer.param_groups:
             if any(id(p) in members for p in group["params"]):
                 moments |= moments_of_group(optimizer, group, stepped)
     return moments

@@ -366,7 +366,7 @@ def _is_number(value: object) -> bool:
 
 
 def _is_plain(value: object) -> bool:
-    """True for numbers, words and small tensors, and sequences of them: not for parameters."""
+    """True for numbers, words and leaf tensors of one element, and sequences of them."""
     if isinstance(value, tuple | list):
         return all(map(_is_plain, value))
     return _is_number(value) and not (isinstance(value, Tensor) and not value.is_leaf)

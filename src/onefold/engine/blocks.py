@@ -15,12 +15,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from onefold.engine.rules import Rule
+from onefold.engine.rules import Rule, State
 from onefold.errors import TierError
 from onefold.layout.observer import Observer, Stream, watched
 from onefold.tier.slots import Room
@@ -29,8 +28,6 @@ from onefold.tier.store import whole_pages
 from onefold.tier.workers import Task, one_thread
 from onefold.unit.buffer import Buffer
 from onefold.unit.unit import Unit
-
-State = dict[str, Any]
 
 BLOCK_NUMEL = 1024 * 1024
 """Elements of a block: 4 MiB requests in fp32, which reach the disk's rate with few at a time."""

@@ -12,11 +12,12 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.hooks import RemovableHandle
 
 from onefold.engine.pipelined import INFERENCE, calling_stage
-from onefold.engine.watch import in_transform, tensors_in
+from onefold.engine.watch import tensors_in
 from onefold.layout.model_axes import local_of
 from onefold.wire.collectives import Group
 
@@ -42,7 +43,7 @@ class _FirstBatch:
     def __call__(self, root: nn.Module, args: object, kwargs: object) -> None:
         if self.handle is None or not torch.is_grad_enabled() or INFERENCE in calling_stage():
             return
-        if in_transform():  # its tensors have no bytes
+        if peek_interpreter_stack() is not None:  # tensors of torch.func have no bytes
             return
         self.handle.remove()
         self.handle = None

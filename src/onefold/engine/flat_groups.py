@@ -11,20 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from onefold.engine.blocked_adam import BlockedAdam
 from onefold.engine.blocks import Segment, UnitStep
-from onefold.engine.rules import Rule, is_moment, state_after_first_step
+from onefold.engine.rules import Rule, State, is_moment, state_after_first_step
 from onefold.errors import ConfigError
 from onefold.layout.model_axes import local_of
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.unit import Unit
-
-State = dict[str, Any]
 
 
 @dataclass(slots=True, eq=False)

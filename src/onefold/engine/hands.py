@@ -56,7 +56,7 @@ class Hands:
         thread = current_forward()
         if thread is not None:
             thread.ask(partial(self._execute, actions))
-        elif peek_interpreter_stack() is None:
+        elif peek_interpreter_stack() is None:  # no transform of torch.func
             self._execute(actions)
         else:
             with temporarily_clear_interpreter_stack():  # else buffers would end with a transform

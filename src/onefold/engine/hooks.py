@@ -166,7 +166,7 @@ class InferenceHooks(ModuleHooks):
         self._entered: list[tuple[bool, bool]] = []  # there was work to do; grad mode was on
         self._are_parts_called = True
 
-    @torch._disable_dynamo  # [Note: torch.compile] in hooks.py
+    @torch._disable_dynamo
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

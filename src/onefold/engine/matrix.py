@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from onefold.engine.rules import State
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.unit import Unit
-
-State = dict[str, Any]
 
 
 class MatrixStep:

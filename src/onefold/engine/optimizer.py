@@ -33,13 +33,11 @@ from onefold.engine.flat_groups import NUMBERS, FlatStep
 from onefold.engine.matrix import MatrixStep
 from onefold.engine.optimizer_state import OwnStates, common_state, own_state, stepped_state
 from onefold.engine.precision import are_gradients_finite
-from onefold.engine.rules import Rule, may_fuse, rule_of, whole_matrices
+from onefold.engine.rules import Rule, State, may_fuse, rule_of, whole_matrices
 from onefold.errors import StateError
 from onefold.layout.ledger import Account, Kind
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.unit import Unit
-
-State = dict[str, Any]
 
 
 class OptimizerBinding:

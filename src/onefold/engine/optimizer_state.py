@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from onefold.engine.engine import Engine
+from onefold.engine.rules import State
 from onefold.errors import StateError
 from onefold.unit.logical import DetachedShard, LogicalTensor, dtensor_over
 from onefold.unit.parameter import UnitParameter
@@ -115,9 +116,6 @@ def _another_ranks(parameter: UnitParameter, got: str) -> StateError:
         "set_optimizer_state_dict of torch.distributed.checkpoint.state_dict with "
         "StateDictOptions(full_state_dict=True)",
     )
-
-
-State = dict[str, Any]
 
 
 def stepped_state(

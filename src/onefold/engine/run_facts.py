@@ -1,4 +1,4 @@
-"""Facts about a run for reports and recordings; no decision depends on them."""
+"""Facts about a run for reports and recordings, and the marks of its phases."""
 
 from __future__ import annotations
 

@@ -16,7 +16,6 @@ from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import peek_interpreter_stack
 
 
 class BackwardEvents(Protocol):
@@ -31,11 +30,6 @@ class BackwardEvents(Protocol):
 def in_backward() -> bool:
     """True while autograd runs a graph on this thread, recompute included."""
     return torch._C._current_graph_task_id() != -1
-
-
-def in_transform() -> bool:
-    """True inside a transform of torch.func, whose tensors wrap others."""
-    return peek_interpreter_stack() is not None
 
 
 def now() -> int:

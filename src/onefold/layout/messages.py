@@ -85,7 +85,7 @@ class GatherPlan:
     message: list[int]  # splits the buffer at own rows, then at the tags (`split_at`)
     shard: list[int]  # splits the shard at the same rows
     own_tag: int
-    quantized: list[int]  # numbers of the rows that a quantizing transport codes
+    quantized: list[int]  # numbers of the rows that a quantizing transport quantizes
     exact: list[int]  # numbers of the other rows
 
     @staticmethod

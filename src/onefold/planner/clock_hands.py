@@ -348,7 +348,7 @@ class ClockHands:
     def _talk(self, what: str, index: int, cost: Cost, ready: float) -> float:
         """Put one collective of a unit on the stream of its name, and return when it ends.
 
-        Where the host computes, it also codes: compute waits for that.
+        Where the host computes, it also quantizes: compute waits for that.
         """
         streams, name = self.streams, self._units[index].name
         if not self._machine.launches_hide:

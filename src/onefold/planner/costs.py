@@ -1,8 +1,8 @@
 """The cost of each message of a unit: rings or straight, one hop or two, exact or quantized.
 
-The cost of coding on the CPU was measured by benchmarks/codec.py (docs/measurements/codecs.md). On
-a GPU it was not measured: the bytes that torch's passes over fp32 move are counted in
-wire/codec.py, and divided by the machine's rate for memory. No torch here.
+The cost of quantization on the CPU was measured by benchmarks/codec.py
+(docs/measurements/codecs.md). On a GPU it was not measured: the bytes that torch's passes over fp32
+move are counted in wire/codec.py, and divided by the machine's rate for memory. No torch here.
 """
 
 from __future__ import annotations
@@ -291,16 +291,16 @@ def _quantized(
     is_reduced: bool = False,
     is_straight: bool = False,
 ) -> Cost:
-    """Return the cost of a message and of its coding.
+    """Return the cost of a message and of its quantization.
 
-    To gather, each rank codes its own rows once, and reads all messages, its own too. To reduce, it
-    writes a message for every other rank, and reads one from each.
+    To gather, each rank quantizes its own rows once, and reads all messages, its own too. To
+    reduce, it writes a message for every other rank, and reads one from each.
     """
     codec, nbytes = _message(form)
     price = reduce_cost if is_reduced else gather_cost
     cost = price(numel * nbytes, group, machine, is_straight=is_straight)
-    coding, others = seconds_of(codec, machine), numel * (group.ranks - 1) / group.ranks
+    codec_seconds, others = seconds_of(codec, machine), numel * (group.ranks - 1) / group.ranks
     written, read = (others, others) if is_reduced else (numel / group.ranks, numel)
     if not cost.seconds:
         return cost
-    return replace(cost, encode=written * coding.encode, decode=read * coding.add)
+    return replace(cost, encode=written * codec_seconds.encode, decode=read * codec_seconds.add)

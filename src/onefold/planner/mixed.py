@@ -267,9 +267,9 @@ class MixedJob:
             for c in cuts
         ]
         even, most = (step.by_place(kind.local_world_size) for step in held)
+        # a larger model of the same rows has no more of these
         rest = ("activation", "logits", "batch", "buffer")
         fixed = sum(n for (what, _), n in held[0].peak.held.items() if what in rest)
-        # a larger model of the same rows has no more of these
         return [
             Line.through(place, free, even[place], most[place], world, fixed * (place == "device"))
             for place, free in kind.room.items()

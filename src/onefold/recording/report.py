@@ -78,6 +78,12 @@ class Report:
         """The use of the module, in two words."""
         return "streamed for inference" if self.is_inference else f"stage {self.stage}"
 
+    @property
+    def memory_peak(self) -> int:
+        """Peak bytes of all kinds together, without files: these rest, and were as large then."""
+        on_disk = sum(tiers["disk"].now for tiers in self.memory.values() if "disk" in tiers)
+        return self.total.peak - on_disk
+
     def nbytes(self, kind: str) -> int:
         """Bytes of one kind now, over all tiers."""
         return sum(usage.now for usage in self.memory.get(kind, {}).values())
@@ -88,11 +94,10 @@ class Report:
         A difference below 1 % of all predicted bytes does not count. Kinds of `UPPER_BOUNDS` may
         need less than predicted, and so may all kinds together by the bytes of these kinds.
         """
-        on_disk = sum(tiers["disk"].now for tiers in self.memory.values() if "disk" in tiers)
         measured = {
             kind: sum(usage.peak for tier, usage in tiers.items() if tier != "disk")
             for kind, tiers in self.memory.items()
-        } | {"all": self.total.peak - on_disk}  # files rest: their bytes now were there at the peak
+        } | {"all": self.memory_peak}
         below = {kind: self.predicted.get(kind, 0) for kind in UPPER_BOUNDS}
         below["all"] = sum(below.values())  # at the peak of all, a kind may be far below its own
         smallest = self.predicted.get("all", 0) / 100

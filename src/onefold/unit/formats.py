@@ -8,8 +8,8 @@ A matrix has N rows (outputs) and K columns (inputs). torch's kernels multiply w
 
 K' is K rounded up to 16 for int8 and to 64 for int4, N' is N rounded up to 64: the rest is zeros,
 whose products add nothing. A message ends at a multiple of 64 bytes. A stack [E, N, K] is E
-messages, one behind the other. `BlockFormat` codes a weight of any shape as messages of the wire
-are quantized (wire/codec.py); no kernel multiplies with it.
+messages, one behind the other. `BlockFormat` quantizes a weight of any shape as the wire quantizes
+messages (wire/codec.py); no kernel multiplies with it.
 
 Scales are rounded to the nearest bf16, as on the wire. No int8 error exceeds scale / 2, with scale
 = max |w| of the row / 127. Groups of int4 have 64 columns, and their range includes zero, so that

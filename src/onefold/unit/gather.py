@@ -170,7 +170,7 @@ class UnitGather:
         return SendRows(rows, has_base=keeps and self._has_base, is_base_kept=keeps)
 
     def _take_rows(self, rows: Sequence[Tensor], own: SendRows, plan: GatherPlan) -> None:
-        """Have a quantizing transport code rows of the master, so that they are rounded once."""
+        """Have a quantizing transport read rows of the master, so that they are rounded once."""
         weights = self.weights
         if not weights.steps_in_blocks and weights.stepped.device == rows[0].device:
             weights.refresh_master()

@@ -118,7 +118,7 @@ class MeanBuffer:
 class Feedback:
     """Error feedback: the residuals of quantized gradients, which the next message carries.
 
-        message = code(gradient + residual)     residual = gradient + residual - decoded message
+        message = quantize(gradient + residual)     residual = gradient + residual - decoded message
 
     Over all steps the decoded messages sum to the gradients, up to the last residual. Every hop
     that quantizes has residuals of its own, fp32, made with its first message.

@@ -116,6 +116,12 @@ def add_command(
     return parser.add_argument
 
 
+def first_set(arguments: argparse.Namespace, names: Iterable[str]) -> str | None:
+    """Return the first of some flags that differs from its default."""
+    flags = vars(arguments)
+    return next((name for name in names if flags[name] != arguments.default_of(name)), None)
+
+
 def print_result(arguments: argparse.Namespace, facts: Any, lines: Iterable[str]) -> None:
     """Print the facts as one JSON object, or the lines and tables for people."""
     if arguments.json:

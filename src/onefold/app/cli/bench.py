@@ -13,6 +13,7 @@ from onefold.app.cli.arguments import SubParsers, add_command, positive, print_r
 from onefold.app.cli.launch import is_rank, measure_as_rank, measure_in_ranks
 from onefold.errors import ConfigError
 from onefold.text import columns, format_bytes, format_share, three_digits, wrapped
+from onefold.tier.host import MIB
 
 if TYPE_CHECKING:
     from onefold.app.tools.bandwidth import Ask, Measured
@@ -28,7 +29,6 @@ Measure how fast this machine moves bytes, and the engine's share of that.
         that one rank receives; and copies to a GPU and back"""
 
 LINK_RANKS = 2
-MIB = 2**20
 
 
 def add_to(commands: SubParsers) -> None:

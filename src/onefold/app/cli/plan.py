@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from onefold.app.cli.arguments import (
     SubParsers,
     add_command,
+    first_set,
     or_auto,
     positive,
     print_result,
@@ -132,10 +133,9 @@ def _refuse(
     arguments: argparse.Namespace, others: Sequence[str], wanted: str, got: str, hint: str
 ) -> None:
     """Refuse the first of other flags that is set."""
-    for name in others:
-        if vars(arguments)[name] != arguments.default_of(name):
-            flag = f"--{name}"
-            raise ConfigError(wanted, got.format(flag), hint=hint.format(flag))
+    if (name := first_set(arguments, others)) is not None:
+        flag = f"--{name}"
+        raise ConfigError(wanted, got.format(flag), hint=hint.format(flag))
 
 
 def _kinds(arguments: argparse.Namespace) -> tuple[Cluster, ...]:

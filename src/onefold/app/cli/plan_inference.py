@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onefold.app.cli.arguments import print_result
+from onefold.app.cli.arguments import first_set, print_result
 from onefold.errors import ConfigError
 from onefold.text import (
     columns,
@@ -43,11 +43,10 @@ TRAINING = ("accumulate", "precision", "stage", "wire", "recompute", "calibrate"
 def check_flags(arguments: argparse.Namespace) -> None:
     """Refuse flags of the other kind of plan."""
     is_inference = arguments.inference
-    for name in TRAINING if is_inference else OWN:
-        if vars(arguments)[name] != arguments.default_of(name):
-            wanted = f"--{name} {'without' if is_inference else 'beside'} --inference"
-            got = "both" if is_inference else f"--{name} alone"
-            raise ConfigError(wanted, got, hint=f"leave --{name} out")
+    if (name := first_set(arguments, TRAINING if is_inference else OWN)) is not None:
+        wanted = f"--{name} {'without' if is_inference else 'beside'} --inference"
+        got = "both" if is_inference else f"--{name} alone"
+        raise ConfigError(wanted, got, hint=f"leave --{name} out")
 
 
 def run_inference(arguments: argparse.Namespace, cluster: Cluster) -> int:

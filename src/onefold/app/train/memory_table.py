@@ -49,8 +49,7 @@ class MeasuredMemory:
 
 
 def measure(recipe: Recipe, report: Report) -> MeasuredMemory:
-    """Return the bytes of a rank's report beside the closed form."""
-    on_disk = sum(tiers["disk"].now for tiers in report.memory.values() if "disk" in tiers)
+    """Return the bytes of a rank's report compared with the closed form."""
     return MeasuredMemory(
         rank=report.rank,
         now={kind: report.nbytes(kind) for kind in report.memory},
@@ -58,7 +57,7 @@ def measure(recipe: Recipe, report: Report) -> MeasuredMemory:
             kind: sum(usage.peak for usage in tiers.values())
             for kind, tiers in report.memory.items()
         },
-        total_peak=report.total.peak - on_disk,  # files rest: they were as large at the peak
+        total_peak=report.memory_peak,
         resident_peak=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         expected=expected_nbytes(recipe, report.shard),
         tiers={
