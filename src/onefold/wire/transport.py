@@ -30,7 +30,7 @@ MEAN_NUMEL = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class SendRows:
-    """The own rows that a rank codes, instead of the rows in the full buffer.
+    """The own rows that a rank quantizes, instead of the rows in the full buffer.
 
     `rows`: per region a flat tensor of any floating dtype, so that values are rounded once; None
     takes the rows in the full buffer. `has_base`: the full buffer holds the values that every rank
@@ -67,7 +67,7 @@ class Reduction:
     out: Sequence[Tensor]  # by region: [own rows]
     fresh: Sequence[bool]  # by region: `out` is overwritten; else the mean is added to it
     label: str
-    feedback: ErrorFeedback | None = None  # for transports that code
+    feedback: ErrorFeedback | None = None  # for transports that quantize
 
 
 class Transport(Protocol):
@@ -87,7 +87,7 @@ class Transport(Protocol):
         """Fill every region of the flat `full` from its owners; own pieces are in place already.
 
         `full` may not be read or freed before the ticket is waited for. `own` is for transports
-        that code their messages; the others send the pieces in `full`.
+        that quantize their messages; the others send the pieces in `full`.
         """
         ...
 

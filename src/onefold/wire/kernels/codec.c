@@ -1,5 +1,5 @@
 /*
- * Block-quantised messages, int8 and int4: what wire/codec.py computes with torch, to the bit,
+ * Block-quantized messages, int8 and int4: what wire/codec.py computes with torch, to the bit,
  * in one pass over memory. There it says why a message is what it is; every operation here is one
  * of fp32, correctly rounded, in the same order.
  *
@@ -89,7 +89,7 @@ INLINED void scale_by(float *work, int n, float factor)
         work[i] *= factor;
 }
 
-/* wire/rotation.py: H/32 in, H out, and what follows the last whole block divided by TAIL. */
+/* wire/codec.py: H/32 in, H out, and what follows the last whole block divided by TAIL. */
 INLINED void rotate(float *work, int n)
 {
     int whole = n / WIDTH * WIDTH;
