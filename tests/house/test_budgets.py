@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
 from tests.support import grids
 from tests.support.budgets import overruns
 
 pytest_plugins = ["pytester"]
 
+TESTS = Path(__file__).parents[1]
 GRID = """
 import pytest
 
@@ -21,6 +26,9 @@ def test_axes(world_size, stage): ...
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_others(world_size): ...
+
+@pytest.mark.parametrize("size", [1, pytest.param(9, marks=pytest.mark.seldom("others"))])
+def test_sizes(size): ...
 """
 
 
@@ -45,4 +53,26 @@ def test_rows_of_a_grid_hold_each_world_size_stage_and_combination_of_the_others
         assert {row["world_size"] for row in some} == {1, 2, 3}
         assert {row["stage"] for row in some} == {1, 3}
     assert len(axes) == 3
-    assert len(rows) == len(grid) + len(axes) + 2
+    assert [row["size"] for row in rows if "size" in row] == [1]
+    assert len(rows) == len(grid) + len(axes) + 2 + 1
+
+
+def test_a_case_that_seldom_runs_names_a_test_that_runs_always_and_keeps_its_law():
+    keepers = [keeper for path in TESTS.rglob("test_*.py") for keeper in _keepers(path)]
+    assert len(keepers) > 3
+    for keeper in keepers:
+        path, _, name = keeper.partition("::")
+        body = ast.parse((TESTS.parent / path).read_text()).body
+        test = next(node for node in body if getattr(node, "name", None) == name)
+        assert isinstance(test, ast.FunctionDef)
+        assert "mark.seldom" not in "".join(map(ast.unparse, test.decorator_list)), keeper
+
+
+def _keepers(path: Path) -> Iterator[str]:
+    """The arguments of the marks `seldom` in a file."""
+    if path == Path(__file__):
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.seldom":
+            (keeper,) = node.args
+            yield ast.literal_eval(keeper)

@@ -2,7 +2,8 @@
 
 Of a test over world sizes or stages and over other choices, each combination of the others runs at
 one of them, in turn; each world size and each stage runs. The marks `half` and `corner` keep a case
-in one of two and in one of four tests.
+in one of two and in one of four tests; `seldom(keeper)` leaves a case to the full grid, and names a
+test that keeps the same law at less cost.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ def left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
             continue
         name = item.nodeid.partition("[")[0]
         marks = [KEPT[mark.name] for mark in item.iter_markers() if mark.name in KEPT]
-        if any(crc32(name.encode()) % one_of for one_of in marks):
+        if any(crc32(name.encode()) % one_of for one_of in marks) or item.get_closest_marker(
+            "seldom"
+        ):
             seldom.add(item)
         else:
             grids[name].append(item)
@@ -34,7 +37,7 @@ def left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
 
 
 def _rows(cases: Sequence[pytest.Function]) -> list[pytest.Function]:
-    """The cases that remain of one test."""
+    """A case of each combination of the other choices, and of each world size and stage."""
     numbers = {case: _numbers(case, cases) for case in cases}
     axes = {case: tuple(p for p in numbers[case] if p[0] in AXES) for case in cases}
     by_others = defaultdict[Choice, list[pytest.Function]](list)
