@@ -7,7 +7,7 @@ measured, for Megatron; of FSDP2 on one node for torchtitan.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from onefold.engine.policy import Policy, policy_of
 from onefold.planner.composed import ComposedJob, parts_of, units_of
@@ -216,6 +216,7 @@ def turing() -> list[ComposedRow]:
     ]  # fmt: skip
 
 
+@cache
 def composed_rows() -> list[ComposedRow]:
-    """Every row with model axes."""
+    """Every row with model axes; each is simulated once for all tables."""
     return torchtitan() + megatron() + korthikanti() + turing()

@@ -29,6 +29,9 @@ def test_others(world_size): ...
 
 @pytest.mark.parametrize("size", [1, pytest.param(9, marks=pytest.mark.seldom("others"))])
 def test_sizes(size): ...
+
+@pytest.mark.seldom("others")
+def test_alone(): ...
 """
 
 
@@ -45,7 +48,9 @@ def test_rows_of_a_grid_hold_each_world_size_stage_and_combination_of_the_others
     pytester.makepyfile(test_it=GRID)
     items, _ = pytester.inline_genitems("-p", "no:randomly")
     left = grids.left_out(items)
-    rows = [item.callspec.params for item in items if item not in left]
+    kept = [item for item in items if item not in left]
+    assert "test_alone" not in {item.name for item in kept}
+    rows = [item.callspec.params for item in kept]
     grid = [row for row in rows if "edit" in row]
     assert sorted(row["edit"] for row in grid) == list("abcdefgh")
     axes = [row for row in rows if "stage" in row and "edit" not in row]

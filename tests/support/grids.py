@@ -23,15 +23,12 @@ def left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     """The cases that only the full grid runs."""
     grids, seldom = defaultdict[str, list[pytest.Function]](list), set[pytest.Item]()
     for item in items:
-        if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
-            continue
         name = item.nodeid.partition("[")[0]
         marks = [KEPT[mark.name] for mark in item.iter_markers() if mark.name in KEPT]
-        if any(crc32(name.encode()) % one_of for one_of in marks) or item.get_closest_marker(
-            "seldom"
-        ):
+        is_out = any(crc32(name.encode()) % one_of for one_of in marks)
+        if is_out or item.get_closest_marker("seldom"):
             seldom.add(item)
-        else:
+        elif isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             grids[name].append(item)
     return seldom.union(*(set(cases) - set(_rows(cases)) for cases in grids.values()))
 
