@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import onefold
+from onefold import hf
 from onefold.app.cli.main import _parser
 from tests.support.hf_ranks import run_forks
 from tests.support.ranks import run_ranks, seeded
@@ -114,7 +115,8 @@ def provided() -> dict[str, Any]:
         "GPT": Net, "config": 2, "model": model, "loss_fn": loss_fn,
         "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3),
         "dataset": [(row[:-1], row[1:]) for row in rows],
-        "tokens": rows[:4], "x": rows[:4, :-1], "y": rows[:4, 1:],
+        "batches": [(rows[:4, :-1], rows[:4, 1:])], "tokens": rows[:4],
+        "x": rows[:4, :-1], "y": rows[:4, 1:],
         "loss_sum": lambda model, tokens: model(tokens).square().sum(),
     }  # fmt: skip
 
@@ -308,8 +310,14 @@ def test_the_tree_of_the_house_names_every_room():
 
 
 def test_every_public_name_is_in_the_reference():
-    page = (ROOT / "docs" / "reference" / "api.md").read_text()
-    assert set(re.findall(r"^::: onefold\.(\w+)$", page, re.M)) == set(onefold.__all__)
+    pages = [path.read_text() for path in sorted((ROOT / "docs" / "reference").glob("*.md"))]
+    named = re.findall(r"^::: onefold\.(\w+)$", "\n".join(pages), re.M)
+    assert sorted(named) == sorted(onefold.__all__)
+    shown = "\n".join(
+        re.findall(r"^::: onefold\.(?:adapters\.)?hf\.(\w+)$", "\n".join(pages), re.M)
+    )
+    assert sorted(shown.split()) == sorted(hf.__all__)
+    assert set(re.findall(r"#onefold\.(\w+)\)", pages[0])) <= set(onefold.__all__)
 
 
 SITE = runpy.run_path(str(TOOLS / "check_site.py"))
