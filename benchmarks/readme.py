@@ -68,8 +68,8 @@ you quote one.
 """
 TARGETS_PREFACE = """# Targets
 
-The targets were set before the engine was built. This page lists every target against the peers,
-reached or missed, and compares bytes with their closed forms. `make bench` writes it.
+The targets were set before the engine was built. This page lists every target against other
+libraries, reached or missed, and compares bytes with their closed forms. `make bench` writes it.
 Ratios are medians [lowest-highest] of the rounds; *step* is CPU-seconds.
 """
 

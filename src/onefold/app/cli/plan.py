@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     if arguments.calibrate is not False:
         hint = "leave one of the two out; --ranks N sets the number of ranks"
         wanted = "--calibrate for the CPU ranks of this machine"
-        _refuse(arguments, ("gpus", "cluster"), wanted, "it beside {}", hint)
+        _refuse(arguments, ("gpus", "cluster"), wanted, "it with {}", hint)
     with no_garbage():  # importing torch makes half a million objects
         from onefold.planner.planned_axes import ModelAxes
         from onefold.planner.planning import plan
@@ -178,7 +178,7 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
         memory = torch.accelerator.get_memory_info()[1]
     elif memory is None:
         hint = "--mem 80GiB, or --cluster h100-80"
-        raise ConfigError("--mem beside --gpus", "none", hint=hint)
+        raise ConfigError("--mem with --gpus", "none", hint=hint)
     return Cluster(
         ranks=count, nodes=arguments.nodes, device_type="cuda" if on_gpus else "cpu",
         memory=memory, host_memory=host_memory, disk=arguments.disk, machine=machine,
