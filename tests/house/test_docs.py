@@ -153,6 +153,26 @@ def test_the_programs_of_the_pages_run(path, program, ranks, tmp_path, monkeypat
         run_ranks(ranks, run, program, path)
 
 
+def weights_after(rank: int, program: Program) -> tuple[int, dict[str, Tensor]]:
+    names = {"torch": torch, **provided()}
+    for text in program.blocks:
+        exec(compile(text, "page", "exec"), names)
+    return names["step"], onefold.full_state_dict(names["model"], rank0_only=False)
+
+
+def test_the_recipe_for_the_position_in_the_data_resumes_at_the_next_row(tmp_path, monkeypatch):
+    """The second run goes on at step 6 of 8: from the start it would save step 3 again, an error."""
+    monkeypatch.chdir(tmp_path)
+    program, *_ = programs(ROOT / "docs" / "guides" / "data-position.md")
+    whole, *_ = run_ranks(3, weights_after, program)
+    assert whole[0] == 8
+    again, *_ = run_ranks(3, weights_after, program)
+    assert again[0] == 8
+    for name, weight in whole[1].items():
+        assert torch.equal(weight, again[1][name])
+    assert [steps for steps, _ in run_ranks(2, weights_after, program)] == [8, 8]
+
+
 def test_most_blocks_run():
     marked = [marks for path in RUN for _, marks, _ in blocks(path, "python")]
     assert sum("not run" in marks for marks in marked) <= len(marked) / 3
