@@ -42,6 +42,7 @@ check: $(VENV)/dev.done
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 	$(BIN)/python docs/tools/reading_level.py
+	$(BIN)/python docs/tools/words.py
 	$(BIN)/python -m pytest tests/house/test_architecture.py
 
 # into build/site; a warning is an error, and so is a link or anchor that leads nowhere

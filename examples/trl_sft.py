@@ -1,7 +1,7 @@
 """TRL's SFTTrainer on a sharded model: `torchrun --nproc-per-node 2 examples/trl_sft.py`.
 
 A small Llama from its config, and a tokenizer of words that is built here, so that nothing is
-downloaded. It also runs as `python examples/trl_sft.py`. Needs `pip install 'onefold[hf]' trl`.
+downloaded. It also runs as `python examples/trl_sft.py`. Needs `pip install '.[hf]' trl`.
 """
 
 import re

@@ -7,6 +7,7 @@ python docs/tools/cli_page.py --check    exit 1 if the page says something else
 from __future__ import annotations
 
 import argparse
+import html
 import sys
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def spelled(action: argparse.Action) -> str:
         name = " | ".join(map(str, action.choices))
     if action.option_strings and action.nargs != 0:
         name += f" {action.metavar or action.dest.upper()}"
-    return "`" + name.replace("|", "\\|") + "`"
+    return f"<code>{html.escape(name).replace('|', '&#124;')}</code>"  # `|` would end the cell
 
 
 def section(name: str, parser: argparse.ArgumentParser) -> list[str]:

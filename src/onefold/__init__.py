@@ -1,4 +1,4 @@
-"""Onefold keeps every training state exactly once: ZeRO stages 0-3 for plain PyTorch scripts.
+"""Train PyTorch models that do not fit on one GPU: ZeRO 1-3 in one line, the loop unchanged.
 
     import onefold
     onefold.shard(model, optimizer, stage=3)

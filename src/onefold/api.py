@@ -166,7 +166,7 @@ def stream(
     with announcing(ranks.everyone):
         arguments, exact = examine_stream(module, ranks, budget=budget, rest=rest, offload=offload)
         build(arguments.parts, resolve(arguments, ranks))
-    notes = [f"{weight.fqn} rests exact: {weight.reason}" for weight in exact]
+    notes = [f"{weight.fqn} stays exact: {weight.reason}" for weight in exact]
     engine_of(module).facts.add_notes(*notes)
     return module
 

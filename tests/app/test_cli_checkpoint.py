@@ -108,8 +108,8 @@ def test_a_second_signal_stops_at_once(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--every", "2"], "--checkpoint beside --every"),
-        (["--resume"], "--checkpoint beside --resume"),
+        (["--every", "2"], "--checkpoint with --every"),
+        (["--resume"], "--checkpoint with --resume"),
         (["--checkpoint", "file"], "to be a directory"),
         (["--checkpoint", "full"], "to be empty"),
         (["--checkpoint", "new", "--every", "0"], "--every to be a whole number of at least 1"),

@@ -231,7 +231,7 @@ def test_packed_weights_rest_in_fewer_bytes(rest, llama, tmp_path, capsys):
     packed = generated(capsys, *flags, f"disk:{tmp_path}", "--rest", rest)
     at_rest, all_bytes = (each["memory"][0]["now"]["weight"] for each in (packed, exact))
     assert at_rest == packed["memory"][0]["expected"]["weight"] < all_bytes
-    assert "model.embed_tokens.weight rests exact: an embedding" in packed["notes"]
+    assert "model.embed_tokens.weight stays exact: an embedding" in packed["notes"]
 
 
 @pytest.mark.parametrize("rest", [(), ("--rest", "int8")])
@@ -322,7 +322,7 @@ def broken_folder(tmp_path: Path, llama: Path, kind: str) -> str:
     ("other sizes", 1, "to have the parameters of the module"),
     ("cut", 1, "safetensors"),
     ("no model type", 2, "model_type"),
-    ("no config", 2, "a config.json beside the weights"),
+    ("no config", 2, "a config.json next to the weights"),
     ("layers without end", 1, "a config.json of at most"),
     ("code of its own", 2, "to describe a language model"),
     ("deep config", 2, "a readable Hugging Face config.json"),
@@ -368,7 +368,7 @@ def test_errors_of_a_model_are_named_before_its_weights_are_read(llama, capsys, 
     assert "a folder for keys and values" in capsys.readouterr().err
     monkeypatch.setattr("onefold.planner.models.loader.find_spec", lambda _: None)
     assert main(flags) == 2
-    assert 'pip install "onefold[hf]"' in capsys.readouterr().err
+    assert "pip install '.[hf]'" in capsys.readouterr().err
 
 
 def test_a_path_that_is_not_there_ends_all_ranks(runs, tmp_path):
@@ -454,7 +454,7 @@ def test_a_plan_without_a_trace_says_what_it_estimates():
 
 @pytest.mark.parametrize(("flags", "message"), [
     (("--inference", "--stage", "3"), "--stage without --inference"),
-    (("--budget", "1GiB"), "--budget beside --inference"),
+    (("--budget", "1GiB"), "--budget with --inference"),
     (("--inference", "--rest", "int3"), "--rest to be int8 or int4"),
     (("--inference", "--offload", "tape"), "--offload to be auto, none, cpu or disk"),
     (("--inference", "--offload", "disk:/no/folder"), "with a folder"),

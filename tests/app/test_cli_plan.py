@@ -51,7 +51,7 @@ def test_where_nothing_fits_it_says_what_the_nearest_needs_and_ends_with_2():
         (("--mem", "80XB"), "--mem to be a number above 0 with a unit"),
         (("--host-mem", "-1GiB"), "--host-mem"),
         (("--gpus", "0"), "--gpus"),
-        (("--gpus", "8"), "--mem beside --gpus"),
+        (("--gpus", "8"), "--mem with --gpus"),
         (("--gpus", "8", "--ranks", "2"), "--gpus or --ranks"),
         (("--nodes", "-1"), "--nodes"),
         (("--batch", "0"), "--batch"),

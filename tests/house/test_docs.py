@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import onefold
+from onefold import hf
 from onefold.app.cli.main import _parser
 from tests.support.hf_ranks import run_forks
 from tests.support.ranks import run_ranks, seeded
@@ -114,7 +115,8 @@ def provided() -> dict[str, Any]:
         "GPT": Net, "config": 2, "model": model, "loss_fn": loss_fn,
         "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3),
         "dataset": [(row[:-1], row[1:]) for row in rows],
-        "tokens": rows[:4], "x": rows[:4, :-1], "y": rows[:4, 1:],
+        "batches": [(rows[:4, :-1], rows[:4, 1:])], "tokens": rows[:4],
+        "x": rows[:4, :-1], "y": rows[:4, 1:],
         "loss_sum": lambda model, tokens: model(tokens).square().sum(),
     }  # fmt: skip
 
@@ -149,6 +151,26 @@ def test_the_programs_of_the_pages_run(path, program, ranks, tmp_path, monkeypat
         run(0, program, path)
     else:
         run_ranks(ranks, run, program, path)
+
+
+def weights_after(rank: int, program: Program) -> tuple[int, dict[str, Tensor]]:
+    names = {"torch": torch, **provided()}
+    for text in program.blocks:
+        exec(compile(text, "page", "exec"), names)
+    return names["step"], onefold.full_state_dict(names["model"], rank0_only=False)
+
+
+def test_the_recipe_for_the_position_in_the_data_resumes_at_the_next_row(tmp_path, monkeypatch):
+    """The second run goes on at step 6 of 8: from the start it would save step 3 again, an error."""
+    monkeypatch.chdir(tmp_path)
+    program, *_ = programs(ROOT / "docs" / "guides" / "data-position.md")
+    whole, *_ = run_ranks(3, weights_after, program)
+    assert whole[0] == 8
+    again, *_ = run_ranks(3, weights_after, program)
+    assert again[0] == 8
+    for name, weight in whole[1].items():
+        assert torch.equal(weight, again[1][name])
+    assert [steps for steps, _ in run_ranks(2, weights_after, program)] == [8, 8]
 
 
 def test_most_blocks_run():
@@ -308,8 +330,14 @@ def test_the_tree_of_the_house_names_every_room():
 
 
 def test_every_public_name_is_in_the_reference():
-    page = (ROOT / "docs" / "reference" / "api.md").read_text()
-    assert set(re.findall(r"^::: onefold\.(\w+)$", page, re.M)) == set(onefold.__all__)
+    pages = [path.read_text() for path in sorted((ROOT / "docs" / "reference").glob("*.md"))]
+    named = re.findall(r"^::: onefold\.(\w+)$", "\n".join(pages), re.M)
+    assert sorted(named) == sorted(onefold.__all__)
+    shown = "\n".join(
+        re.findall(r"^::: onefold\.(?:adapters\.)?hf\.(\w+)$", "\n".join(pages), re.M)
+    )
+    assert sorted(shown.split()) == sorted(hf.__all__)
+    assert set(re.findall(r"#onefold\.(\w+)\)", pages[0])) <= set(onefold.__all__)
 
 
 SITE = runpy.run_path(str(TOOLS / "check_site.py"))

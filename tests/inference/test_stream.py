@@ -620,5 +620,5 @@ def test_the_report_says_what_streams_and_what_rests_exact(tmp_path):
     assert lines[0] == "streamed for inference, rank 0 of 1, 0 steps"
     kept = sum(stays(module))
     assert lines[1].endswith(f"on disk; {kept} of {len(stays(module))} units stay in device memory")
-    assert any("embed.weight rests exact: an embedding" in note for note in found.notes)
+    assert any("embed.weight stays exact: an embedding" in note for note in found.notes)
     assert "backwards" not in str(found)

@@ -87,7 +87,7 @@ def test_measured_rows_are_kept_in_checkpoints_and_move_at_a_step(tmp_path):
 @pytest.mark.parametrize(("changes", "message"), [
     ({"row_shares": (1.0, 1.0, 1.0)}, "expected 2 shares of rows"),
     ({"row_shares": (0.0, 0.0)}, "none negative"),
-    ({"row_shares": "auto", "tp": 2, "model": "tiny"}, "no --rows beside --tp"),
+    ({"row_shares": "auto", "tp": 2, "model": "tiny"}, "no --rows with --tp"),
 ])  # fmt: skip
 def test_rows_that_cannot_be_dealt_are_refused_before_any_rank_starts(changes, message):
     with pytest.raises(ConfigError, match=message):

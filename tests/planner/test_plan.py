@@ -660,7 +660,7 @@ def _starved(rank: int) -> None:
         onefold.shard(module, optimizer, stage=0)
     said = str(error.value)
     assert "room for" in said
-    assert "beside what is held: weight" in said
+    assert "on top of what is held: weight" in said
     assert "hint: stage=" in said
 
 

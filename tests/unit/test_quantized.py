@@ -456,7 +456,7 @@ def on_meta(kind: str) -> nn.Module:
         (lambda: Model("int8"), "not quantized yet"),
         (lambda: bnb.nn.Linear8bitLt(8, 8).to("cpu"), "has_fp16_weights=True"),
         (lambda: bnb.nn.Embedding8bit(8, 8).to("cpu"), "Embedding8bit"),
-        (evaluated_here, "packed anew"),
+        (evaluated_here, "bitsandbytes repacked"),
         (dispatched, "dispatched to"),
     ],
 )

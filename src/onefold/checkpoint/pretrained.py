@@ -240,7 +240,7 @@ class Pretrained:
             f"the files in {str(directory)!r} to have the parameters of the module",
             shape_mismatches(wanted, saved, "files")
             + [f"{name}: in the module, not in the files" for name in missing],
-            hint="build the module from the config.json beside them",
+            hint="build the module from the config.json next to them",
         )
         self._notes = {offset_of(name): name for name in notes if is_note(name)}
         computed = {name for name, _ in module.named_buffers()}

@@ -73,7 +73,7 @@ def build(parts: ModuleParts, resolved: Resolved) -> None:
     together(group, lambda: [check_step(optimizer, recipe) for optimizer in parts.optimizers])
     budget = budget_of(recipe, parts.plans, parts.optimizers, shards.rank)
     rests = describe(recipe, budget, resolved.why_fraction)
-    LOG.info("rank %d: %s", group.rank, rests or "all state rests on the device")
+    LOG.info("rank %d: %s", group.rank, rests or "all state stays on the device")
     notes = (resolved.why_stage, resolved.why_shares, rests, resolved.why_stepper)
     facts = RunFacts("; ".join(filter(None, notes)), [Expectation(recipe, shards.rank)])
     ledger = Ledger(advise=facts.smallest_change)

@@ -215,5 +215,5 @@ def _no_backward() -> StateError:
     return StateError(
         "a forward alone of a module that onefold.stream streams",
         "a backward through it",
-        hint="onefold.shard trains a module: its weights rest in the same tiers",
+        hint="onefold.shard trains a module: its weights go to the same tiers",
     )

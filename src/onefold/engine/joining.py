@@ -68,7 +68,7 @@ class _Adoption:
                 "no optimizer on a module that onefold.stream streams",
                 f"a step of {type(optimizer).__name__}",
                 where=f"rank {engine.group.rank}",
-                hint="onefold.shard trains a module: its weights rest in the same tiers",
+                hint="onefold.shard trains a module: its weights go to the same tiers",
             )
         if any(key in engine.by_sharded for key in held):
             check_step(optimizer, engine.recipe)

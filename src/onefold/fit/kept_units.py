@@ -244,11 +244,11 @@ def _too_small(recipe: Recipe, blocks: Blocks, near: int, tiles: int, stacks: in
     parts = [f"{ring:,} for the largest block and one unit that is read ahead"]
     parts += [f"{tiles:,} for {NUM_TILES} row blocks"] if tiles else []
     parts += [f"{stacks:,} for the numbers of one unit's experts"] if stacks else []
-    parts += [f"{near:,} for weights that rest on the device"] if near else []
+    parts += [f"{near:,} for weights that stay on the device"] if near else []
     assert recipe.inference is not None, "a recipe that trains has no budget"
     hint = 'a larger budget, rest="int4", or smaller units'
     if near:
-        hint = 'offload="disk:PATH", where weights do not rest in this memory; or rest="int4"'
+        hint = 'offload="disk:PATH", where weights are not in this memory; or rest="int4"'
     return ConfigError(
         f"a budget of at least {ring + near + tiles + stacks:,} bytes ({', '.join(parts)})",
         f"{recipe.inference.budget:,} bytes",

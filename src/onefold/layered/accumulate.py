@@ -264,7 +264,7 @@ class Accumulation:
         if self.order == "keep":
             line += f", {len(self.window)} of {len(gathered_units(engine).everyone)} units kept"
         if self.refused is not None:
-            line += f", as the module is no chain of blocks: {self.refused}"
+            line += f", as the module is no sequence of blocks: {self.refused}"
         tiled = any(unit.is_tiled for unit in engine.units)  # gathered for each use in every order
         if engine.policy.frees_after_forward and engine.group.world_size > 1 and not tiled:
             line += f". Sent {format_bytes(sum(self.sent_nbytes))} a step; {self._costs(engine)}"

@@ -149,13 +149,13 @@ def problem_of(weight: Tensor, owners: list[tuple[nn.Module, str]]) -> tuple[str
         return None
     if own.get("has_fp16_weights"):
         return (
-            "an Int8Params with has_fp16_weights=True, which is quantized anew in each forward",
+            "an Int8Params with has_fp16_weights=True, which is quantized again in each forward",
             "build Linear8bitLt with has_fp16_weights=False, or train a plain nn.Linear",
         )
     if is_int8(weight) and any(_matmul_state(module) is None for module, _ in owners):
         return (
             f"an Int8Params in a {type(owners[0][0]).__name__}",
-            "only the weights of Linear8bitLt can rest in int8",
+            "only the weights of Linear8bitLt can be stored in int8",
         )
     if weight.is_meta:
         return (
@@ -171,7 +171,7 @@ def problem_of(weight: Tensor, owners: list[tuple[nn.Module, str]]) -> tuple[str
         )
     if getattr(own.get("quant_state"), "packing_format_for_cpu", False):
         return (
-            "bytes that bitsandbytes packed anew for an evaluation on this CPU, which is lossy",
+            "bytes that bitsandbytes repacked for an evaluation on this CPU, which is lossy",
             "load the model again, and evaluate it after onefold.shard",
         )
     return None

@@ -69,8 +69,8 @@ def plan(  # noqa: PLR0913 - the contract
             "h100-80"}, and the other fields of `planner/clusters.py`. Several kinds of devices: a
             list, or a text as in "8xh100-80 + 16xa100-40". Then rows are split by speed and states
             by memory: `Plan.mixed` compares them with an equal split.
-        batch: rows of one micro-batch on one rank, or "auto": as many as fit, a power of two. On
-            several kinds of devices: the mean over all ranks.
+        batch: rows of one micro-batch on one rank, or "auto": the largest power of two that fits.
+            On several kinds of devices: the mean over all ranks.
         stage, offload: one of them, or "auto" for all. offload: None, "optimizer", "cpu", "disk".
         wire: None (exact, one axis), a preset's name or a `Wire`. "auto": on several nodes the
             exact preset that is fastest, or sends least between them; `Plan.wires` compares all

@@ -68,7 +68,7 @@ class Buffer:
             advice = advise(self._nbytes) if advise else "more ranks, a higher stage, or offload"
             raise TierError(
                 f"room for {self._nbytes:,} bytes of {self._kind} in {self.tier} memory, "
-                f"beside what is held: {self._ledger.describe()} bytes",
+                f"on top of what is held: {self._ledger.describe()} bytes",
                 str(error).splitlines()[0],
                 hint=advice,
             ) from error

@@ -48,7 +48,7 @@ DIRECT_USE = Refusal(
     "pass `weight.view_as(weight)`, or call the function in the module that owns the weight",
 )
 NO_BACKWARD = Refusal(
-    "no backward through a weight that rests packed for inference",
+    "no backward through a weight that is packed for inference",
     "a backward",
     "run the module under torch.no_grad(), or shard it with Precision(frozen=) to train adapters",
 )
@@ -60,7 +60,7 @@ EDIT_OF_PACKED = Refusal(
 RELEASED = Refusal(
     "a packed matrix to be used while its module runs",
     "one whose bytes were freed",
-    "take matrices of a stack anew in each forward",
+    "take matrices of a stack again in each forward",
 )
 NO_COPY = Refusal(
     "parameter {!r} to stay where it is",
@@ -104,7 +104,7 @@ REPLACED = Refusal(
 STALE = Refusal(
     "unsharded parameter {!r} to be used while its module runs",
     "a use after it was sharded again",
-    "read module parameters anew, or inside `with onefold.unsharded(module):`",
+    "read module parameters again, or inside `with onefold.unsharded(module):`",
 )
 CONSUMED = Refusal(
     "no use for the gradient of {!r} between backward and step",

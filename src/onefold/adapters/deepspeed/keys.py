@@ -78,7 +78,7 @@ argument | `offload="optimizer"` | ~: cpu_offload
 argument | `offload=Offload(parameters="cpu")` | ~: cpu_offload_param
 silent | none: staging buffers are pinned on GPUs | ~: cpu_offload_use_pin_memory
 none | none: every step is exact, with no gradient left for later | ~: zenflow.*
-none | none: all moments of an optimizer rest in one tier | ~: save_muon_momentum_buffer_in_memory
+none | none: all moments of an optimizer are in one tier | ~: save_muon_momentum_buffer_in_memory
 silent | none: files are mapped, without libaio | aio: block_size queue_depth intra_op_parallelism
     thread_count single_submit overlap_events use_gds
 # The wire
@@ -86,7 +86,8 @@ argument | `wire=Wire(weights="int8")` | ~: zero_quantized_weights
 argument | `wire=Wire(gradients="int4")`; `"zero++"` with both others | ~: zero_quantized_gradients
 argument | `wire=Wire(secondary="weights")`, with several nodes; nothing on one host | ~:
     zero_hpz_partition_size
-none | none: frozen weights rest in their own dtype | ~: zero_quantized_nontrainable_weights
+none | frozen weights: by default in their own dtype; `Precision(frozen="int8")` packs them | ~:
+    zero_quantized_nontrainable_weights
 argument | `wire="replicas"` (gone in 0.19) | ~: mics_shard_size
 silent | none: the mesh decides (gone in 0.19) | ~: mics_hierarchical_params_gather
 argument | `wire=Wire(feedback=True)` (gone in 0.19) | ~: zeropp_loco_param.*
@@ -122,7 +123,7 @@ loop | `torch.nn.utils.clip_grad_norm_(model.parameters(), VALUE)`; DeepSpeed 0.
     without this key | gradient_clipping
 loop | a `torch.optim` optimizer, passed to `shard` | optimizer.*
 loop | a `torch.optim.lr_scheduler` | scheduler.*
-silent | none: any optimizer of elements is stepped, without a flag | zero_allow_untested_optimizer
+silent | none: a probe decides how an optimizer is stepped | zero_allow_untested_optimizer
     zero_force_ds_cpu_optimizer
 loop | `torch.utils.checkpoint` around a block | activation_checkpointing: partition_activations
     number_checkpoints contiguous_memory_optimization synchronize_checkpoint_boundary
@@ -138,7 +139,7 @@ silent | `onefold.report` and `onefold.record` | steps_per_print wall_clock_brea
 silent | `onefold.plan` | autotuning.*
 refused | none in `shard`: ranks would be counted as data-parallel | tensor_parallel.* pipeline.*
     expert_parallel.* sequence_parallel_size
-refused | none in `shard`: weights rest in their own dtype | weight_quantization.*
+refused | none in `shard`: weights stay in their own dtype | weight_quantization.*
     compression_training.* quantize_training.*
 silent | none: there are no such ranks | seq_parallel_communication_data_type
     use_data_before_expert_parallelism

@@ -103,7 +103,7 @@ class Sharding:
         number = engine.recipe.stage.number
         if optimizers and self._stage not in ("auto", number):
             wanted = f"a module that is not sharded, or at stage {self._stage}"
-            hint = "build the module anew and load its checkpoint, or keep the stage"
+            hint = "build the module again and load its checkpoint, or keep the stage"
             raise ConfigError(wanted, f"a {type(module).__name__} at stage {number}", hint=hint)
         for optimizer in optimizers:
             bind(optimizer, engine)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 DEFAULTS = GenerateJob(model="", prompt="")
 
 DESCRIPTION = """\
-Continue a text with a model that may be larger than memory. Weights rest in
+Continue a text with a model that may be larger than memory. Weights stay in
 CPU memory or in a file, exact or packed, and stream through at most --budget
 bytes of the device. The text goes to stdout as it comes; speed, bytes and
 memory go to stderr. Without a tokenizer, bytes are the tokens.
@@ -66,13 +66,13 @@ def add_to(commands: SubParsers) -> None:
         "weights")
     add("--prompt", required=True, metavar="TEXT|-", help="the text to continue; -: read it from "
         "stdin")
-    add("--rest", type=packing, metavar="int8|int4", help="pack the matrices where they rest "
+    add("--rest", type=packing, metavar="int8|int4", help="pack the matrices where they are kept "
         "(default: exact)")
     add("--budget", type=parse_nbytes, metavar="SIZE", help="device memory for weights, as in 2GiB "
         "(default: three quarters of what is free)")
     add("--offload", type=_tier, default=DEFAULTS.offload, metavar="cpu|disk:PATH|disk|none",
-        help="where weights rest: CPU memory, a file in a folder, the files of --model themselves, "
-        "or the device")
+        help="where weights are kept: CPU memory, a file in a folder, the files of --model "
+        "themselves, or the device")
     add("--ranks", type=positive, help="local processes, which share the weights (default: one for "
         "each GPU, or 1)")
     add("--max-new-tokens", type=positive, metavar="N", default=DEFAULTS.max_new_tokens,
@@ -83,7 +83,7 @@ def add_to(commands: SubParsers) -> None:
     add("--lookup", action="store_true", help="propose tokens from the text so far: several tokens "
         "a pass where it repeats itself")
     add("--kv-budget", type=parse_nbytes, metavar="SIZE", help="memory for keys and values; "
-        "further ones rest in the folder of --offload (default: all in memory)")
+        "further ones go to the folder of --offload (default: all in memory)")
     # fmt: on
 
 

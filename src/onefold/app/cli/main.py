@@ -116,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
 
     parser = Parser(
         prog="onefold",
-        description="Every training state exactly once: ZeRO stages 0-3 for plain PyTorch scripts.",
+        description="Train PyTorch models that do not fit on one GPU: ZeRO 1-3 in one line.",
         epilog="`onefold COMMAND --help` lists the flags of a command.",
     )
     parser.add_argument("--version", action="version", version=f"onefold {onefold.__version__}")

@@ -70,7 +70,7 @@ def add_to(commands: SubParsers) -> None:
         "checked)")
     add("--seq", type=positive, default=1024, help="tokens of a row")
     add("--batch", type=or_auto(positive), default=1, help="rows of one rank in a micro-batch; "
-        "auto: as many as fit")
+        "auto: the largest power of two that fits")
     add("--accumulate", type=positive, default=1, help="micro-batches of a step")
     add("--precision", help="fp32, bf16 or fp16 (default: the parameters' own)")
     add("--stage", type=word_or_number, default="auto", help="0 to 3, or all of them")
@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     if arguments.calibrate is not False:
         hint = "leave one of the two out; --ranks N sets the number of ranks"
         wanted = "--calibrate for the CPU ranks of this machine"
-        _refuse(arguments, ("gpus", "cluster"), wanted, "it beside {}", hint)
+        _refuse(arguments, ("gpus", "cluster"), wanted, "it with {}", hint)
     with no_garbage():  # importing torch makes half a million objects
         from onefold.planner.planned_axes import ModelAxes
         from onefold.planner.planning import plan
@@ -178,7 +178,7 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
         memory = torch.accelerator.get_memory_info()[1]
     elif memory is None:
         hint = "--mem 80GiB, or --cluster h100-80"
-        raise ConfigError("--mem beside --gpus", "none", hint=hint)
+        raise ConfigError("--mem with --gpus", "none", hint=hint)
     return Cluster(
         ranks=count, nodes=arguments.nodes, device_type="cuda" if on_gpus else "cpu",
         memory=memory, host_memory=host_memory, disk=arguments.disk, machine=machine,

@@ -44,7 +44,7 @@ def check_flags(arguments: argparse.Namespace) -> None:
     """Refuse flags of the other kind of plan."""
     is_inference = arguments.inference
     if (name := first_set(arguments, TRAINING if is_inference else OWN)) is not None:
-        wanted = f"--{name} {'without' if is_inference else 'beside'} --inference"
+        wanted = f"--{name} {'without' if is_inference else 'with'} --inference"
         got = "both" if is_inference else f"--{name} alone"
         raise ConfigError(wanted, got, hint=f"leave --{name} out")
 

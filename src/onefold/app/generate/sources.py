@@ -184,7 +184,7 @@ def _byte_gpt(folder: Path) -> nn.Module:
     config = presets.get((layers, width))
     if config is None:
         raise ConfigError(
-            f"a {CONFIG} beside the weights in {str(folder)!r}",
+            f"a {CONFIG} next to the weights in {str(folder)!r}",
             "none, and weights of another model than the byte GPT",
             hint="save with onefold.save_pretrained, which writes it, or copy it there",
         )
@@ -214,6 +214,6 @@ def check_bytes(module: nn.Module, source: ModelSource) -> None:
     """Raise `ConfigError` for a model without a tokenizer that has no token for each byte."""
     vocab = getattr(getattr(module, "config", None), "vocab_size", VOCAB)
     if isinstance(vocab, int) and vocab < VOCAB:
-        wanted = f"a tokenizer beside {str(source.config)!r}, or {VOCAB} tokens, one for each byte"
+        wanted = f"a tokenizer next to {str(source.config)!r}, or {VOCAB} tokens, one for each byte"
         hint = "copy tokenizer.json there"
         raise ConfigError(wanted, f"no tokenizer, and {vocab} tokens", hint=hint)

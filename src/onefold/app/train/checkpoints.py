@@ -55,7 +55,7 @@ def preflight(job: Job) -> None:
         if job.every or job.resume:
             flag = "--every" if job.every else "--resume"
             hint = "pass --checkpoint DIR"
-            raise ConfigError(f"--checkpoint beside {flag}", "none", hint=hint)
+            raise ConfigError(f"--checkpoint with {flag}", "none", hint=hint)
         return
     path, flag = Path(job.checkpoint), f"--checkpoint {job.checkpoint!r}"
     if path.exists() and not path.is_dir():

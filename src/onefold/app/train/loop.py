@@ -98,7 +98,7 @@ def offload_for(job: Job) -> Offload:
     if job.fraction != 1:
         got = f"--fraction {job.fraction} alone"
         hint = "--offload optimizer --fraction 0.5 steps half of the state on the CPU"
-        raise ConfigError("--offload beside --fraction", got, hint=hint)
+        raise ConfigError("--offload with --fraction", got, hint=hint)
     return chosen
 
 

@@ -41,14 +41,14 @@ def preflight(job: Job, world_size: int) -> None:
         return
     if job.row_shares is not None:
         hint = "leave --rows out: ranks that share a layer or a row have the same rows"
-        raise ConfigError("no --rows beside --tp, --pp and --cp", "both", hint=hint)
+        raise ConfigError("no --rows with --tp, --pp and --cp", "both", hint=hint)
     axes = f"--tp {job.tp} --pp {job.pp} --cp {job.cp}"
     if world_size % job.model_ranks:
         hint = f"--ranks {job.model_ranks}, or a multiple of it"
         raise ConfigError(f"{axes} to divide the ranks", f"{world_size} ranks", hint=hint)
     sizes = PRESETS.get(job.model)
     if sizes is None:
-        wanted = f"--model {', '.join(PRESETS)} beside --tp, --pp and --cp"
+        wanted = f"--model {', '.join(PRESETS)} with --tp, --pp and --cp"
         hint = "examples/three_axes.py does the same in a script of yours"
         raise ConfigError(wanted, job.model, hint=hint)
     if sizes.num_heads % job.tp:
@@ -77,9 +77,9 @@ def _check_pipeline(job: Job) -> None:
     }
     for flag, is_given in others.items():
         if is_given:
-            raise ConfigError(f"no {flag} beside --pp", "both", hint=f"leave {flag} out")
+            raise ConfigError(f"no {flag} with --pp", "both", hint=f"leave {flag} out")
     if job.cp > 1 and job.seq % job.cp:
-        wanted = f"--cp to divide --seq {job.seq} beside --pp"
+        wanted = f"--cp to divide --seq {job.seq} with --pp"
         raise ConfigError(wanted, job.cp, hint="stages pass on pieces of equal length")
 
 

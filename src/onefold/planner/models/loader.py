@@ -211,7 +211,7 @@ def check_config(path: Path) -> dict[str, Any]:
         raise ConfigError(
             "the transformers package, to build a model from config.json",
             "an environment without it",
-            hint='pip install "onefold[hf]"; byte models of `onefold train` need no package',
+            hint="pip install '.[hf]' in a checkout of Onefold; byte models need no package",
         )
     return config
 

@@ -1,0 +1,55 @@
+"""What the site's search leaves out, puts first, and takes for synonyms. mkdocs calls it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+EXCLUDED = ("adr/", "development/performance.md", "development/targets.md", "design.md")
+"""Decisions and logs: for those who change the source."""
+
+BOOSTS = {"start/": 4.0, "guides/": 3.0, "coming-from/": 2.0, "reference/": 0.5}
+"""Factors on the score of pages, by the beginning of their path."""
+
+SYNONYMS = {
+    "start/install.md": "pip install, setup",
+    "start/your-script.md": "sampler, uneven batches",
+    "start/first-8-gpus.md": "8 GPUs, multi-GPU, multiple GPUs, torchrun, single node",
+    "start/several-machines.md": "multi-node, multiple nodes",
+    "guides/out-of-memory.md": "OOM, CUDA out of memory, OutOfMemoryError, exit code 137, "
+    "activation checkpointing, recompute",
+    "guides/choose-a-stage.md": "ZeRO-1, ZeRO-2, ZeRO-3, memory estimate, plan",
+    "guides/larger-than-memory.md": "offload, CPU offload, NVMe, ZeRO-Infinity, ZeRO-Offload",
+    "guides/checkpoints.md": "resume, checkpoint, save checkpoint, load checkpoint, save model, "
+    "checkpoints, safetensors, preemption",
+    "guides/data-position.md": "dataloader, skip batches, RowSampler",
+    "guides/accumulation.md": "gradient accumulation, micro-batch, no_sync",
+    "guides/precision.md": "bf16, fp16, AMP, autocast, GradScaler",
+    "guides/trainer.md": "Hugging Face, wandb, Weights & Biases, TensorBoard, MLflow",
+    "guides/trl.md": "SFT, DPO, GRPO, RLHF, vLLM",
+    "guides/adapters.md": "LoRA, PEFT, DoRA",
+    "guides/qlora.md": "QLoRA, bitsandbytes, 4-bit, NF4",
+    "guides/muon.md": "Muon, Newton-Schulz, Shampoo",
+    "guides/slow-links.md": "ZeRO++, quantized communication, hpZ, HSDP, HFSDP, MiCS, "
+    "secondary shards, int8, int4",
+    "guides/islands.md": "DiLoCo, local SGD, outer optimizer",
+    "guides/clusters.md": "SLURM, Kubernetes, Ray, NCCL, gloo, firewall",
+    "guides/troubleshooting.md": "error, hang, timeout, deadlock, NCCL timeout, watchdog, NaN",
+    "guides/evaluation.md": "generate, inference, eval",
+    "guides/report-page.md": "profile, profiler, trace, slow step",
+    "guides/sequence-parallel.md": "context parallel, Ulysses, long context",
+    "guides/experts.md": "MoE, mixture of experts, expert parallel",
+    "coming-from/ddp.md": "DDP, DistributedDataParallel",
+    "coming-from/fsdp2.md": "FSDP, FSDP2, fully_shard, FullyShardedDataParallel",
+    "coming-from/deepspeed.md": "DeepSpeed, ds_config",
+}
+"""Words that the search matches on a page before all others. No page shows them."""
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Set the page's entry for the search plugin."""
+    path = page.file.src_uri
+    boost = next((factor for start, factor in BOOSTS.items() if path.startswith(start)), 1.0)
+    page.meta["search"] = {"exclude": path.startswith(EXCLUDED), "boost": boost}
+    if path in SYNONYMS:
+        page.meta["tags"] = SYNONYMS[path].split(", ")
+    return markdown
