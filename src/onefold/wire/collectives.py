@@ -17,6 +17,9 @@ from onefold.wire.ticket import Ticket, Waitable
 
 T = TypeVar("T")
 
+_OF_CPUS = ("gloo", "mpi", "fake")
+"""Backends that take tensors of an accelerator, and wait for them on the host."""
+
 MESSAGE, VOTE = "a message to all ranks", "a vote of all ranks"
 
 
@@ -53,8 +56,11 @@ class Group:
 
     @property
     def is_nccl(self) -> bool:
-        """True if tensors of a GPU go by NCCL, maybe beside another backend for the CPU's."""
-        return self.handle is not None and "cuda:nccl" in dist.get_backend_config(self.handle)
+        """True if tensors of an accelerator go by NCCL or its like, and not by way of the CPU."""
+        if self.handle is None:
+            return False
+        pairs = [pair.split(":") for pair in dist.get_backend_config(self.handle).split(",")]
+        return any(kind != "cpu" and name not in _OF_CPUS for kind, name in pairs)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Waitable:
         """Start sending `tensor` of rank `source` into `tensor` of all others, in place."""
