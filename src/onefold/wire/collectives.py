@@ -47,7 +47,12 @@ class Group:
         """The group of these global ranks, this one among them. A collective over them."""
         if len(ranks) == dist.get_world_size():
             return Group.of(dist.group.WORLD)
-        handle = dist.new_group(ranks, use_local_synchronization=True)
+        world = cast("dist.ProcessGroup", dist.group.WORLD)
+        bound = world.bound_device_id
+        # then NCCL would split the world's communicator, and wait for ranks outside the group
+        splits = bound is not None and world._get_backend(bound).supports_splitting
+        backend = "gloo" if splits else None
+        handle = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
         return Group.of(handle if isinstance(handle, dist.ProcessGroup) else None)
 
     def global_ranks(self) -> list[int]:

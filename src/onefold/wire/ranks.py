@@ -210,7 +210,9 @@ def start_group(device: torch.device, timeout: timedelta) -> None:
     if device.type == "cpu":
         use_link_to_hosts()
     try:
-        dist.init_process_group(backends_for(device), timeout=timeout)
+        # a bound device: NCCL connects here, not in the first forward, and barriers know the device
+        bound = None if device.type == "cpu" else device
+        dist.init_process_group(backends_for(device), timeout=timeout, device_id=bound)
     except RuntimeError as error:  # of the store, of gloo, of NCCL
         reason = str(error).splitlines()[0]
         raise WireError(launcher.not_met(reason, timeout, variable_for(device))) from error
