@@ -154,6 +154,24 @@ def locks_mapped_pages() -> bool:
     return kind() == "cuda"
 
 
+class Fetched:
+    """Numbers on their way to the host, which waits for them only where it reads them."""
+
+    def __init__(self, source: Tensor) -> None:
+        """Begin to copy `source` [numel] behind all that its stream has queued."""
+        self._copy, self._event = source, None
+        if source.device.type != "cpu":
+            self._copy = pinned(source.numel(), source.dtype)
+            self._copy.copy_(source, non_blocking=True)
+            self._event = record(source.device)
+
+    def read(self) -> Tensor:
+        """Return the numbers in host memory; the host waits until they are there."""
+        if self._event is not None and not self._event.query():
+            self._event.synchronize()
+        return self._copy
+
+
 def lock_pages(flat: Tensor) -> int:
     """Lock the pages of `flat` [uint8, whole pages], so that copies from it are asynchronous.
 
