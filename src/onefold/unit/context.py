@@ -156,6 +156,8 @@ class TagBoard:
             ranks = [rank for rank, square in enumerate(wrong) if not square <= _TOLERANCE**2]
             context = self._contexts[unit]
             if ranks:
+                if (watch := context.transport.group.watch) is not None:
+                    watch.check()  # it may have ended this message
                 source = context.named(ranks[0]) if len(wrong) > 1 else None
                 raise context.mixed(collective, unit, source)
 

@@ -14,6 +14,7 @@ from onefold.errors import WireError
 from onefold.wire.lanes import ALL_GATHER, ALL_TO_ALL, Lanes
 from onefold.wire.peers import Peers
 from onefold.wire.ticket import Ticket, Waitable
+from onefold.wire.watching import DeviceWatch
 
 T = TypeVar("T")
 
@@ -34,6 +35,7 @@ class Group:
     world_size: int
     handle: dist.ProcessGroup | None
     peers: Peers | None = None  # for tensors on the CPU, in place of `handle`
+    watch: DeviceWatch | None = None  # over messages of a device, which go by `handle`
     local: tuple[int, int] | None = None  # local rank and local world size, of ranks that have met
 
     @staticmethod

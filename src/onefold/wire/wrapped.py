@@ -152,15 +152,16 @@ class Streamed(Wrapped):
 
     def wrap(self, collective: str, unit: str, start: Callable[[], Ticket]) -> Ticket:
         """See `Wrapped.wrap`."""
-        return _beside(self._streams[collective], start)
-
-
-def _beside(stream: accelerator.Stream, start: Callable[[], Ticket]) -> Ticket:
-    stream.wait_stream(accelerator.current(stream.device))
-    with stream:
-        start().wait()  # on a GPU this queues the rest on `stream` and returns
-        finished = accelerator.record(stream.device)
-    return Ticket([_Queued(finished, stream.device, start)])
+        stream, watch = self._streams[collective], self.group.watch
+        if watch is not None:
+            watch.check()
+        stream.wait_stream(accelerator.current(stream.device))
+        with stream:
+            start().wait()  # on a GPU this queues the rest on `stream` and returns
+            finished = accelerator.record(stream.device)
+        if watch is not None:
+            watch.note(finished, f"{collective} of unit {unit!r}", stream.device)
+        return Ticket([_Queued(finished, stream.device, start)])
 
 
 class _Queued:
