@@ -18,9 +18,6 @@ from onefold.wire.watching import DeviceWatch
 
 T = TypeVar("T")
 
-_OF_CPUS = ("gloo", "mpi", "fake")
-"""Backends that take tensors of an accelerator, and wait for them on the host."""
-
 MESSAGE, VOTE = "a message to all ranks", "a vote of all ranks"
 
 
@@ -67,7 +64,8 @@ class Group:
         if self.handle is None:
             return False
         pairs = [pair.split(":") for pair in dist.get_backend_config(self.handle).split(",")]
-        return any(kind != "cpu" and name not in _OF_CPUS for kind, name in pairs)
+        own = dist.Backend.default_device_backend_map
+        return any(kind != "cpu" and own.get(kind) == name != "gloo" for kind, name in pairs)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Waitable:
         """Start sending `tensor` of rank `source` into `tensor` of all others, in place."""
@@ -104,6 +102,20 @@ class Group:
             out,
         )
 
+    def begin_one(self, device: torch.device) -> None:
+        """Have the backend of a device begin all collectives up to `end_one` as one."""
+        if isinstance(self.handle, dist.ProcessGroup):
+            self.handle._start_coalescing(device)
+
+    def end_one(self, device: torch.device) -> Waitable:
+        """Begin what was called since `begin_one`; the work of all of it."""
+        return self._issue(lambda group: group._end_coalescing(device), None)
+
+    def coalesces(self, device: torch.device) -> bool:
+        """True if the backend of a device begins several collectives as one."""
+        has_own = device.type != "cpu" and self.is_nccl
+        return has_own and self.handle._get_backend(device).supports_coalescing
+
     def track(self, works: list[Waitable], label: str) -> Sequence[Waitable]:
         """The works of one message; with peers as one, which says where ranks are if it waits.
 
@@ -121,7 +133,7 @@ class Group:
             raise WireError(_not_begun(error)) from error
 
     def _issue(
-        self, start: Callable[[dist.ProcessGroup], Waitable | None], out: torch.Tensor
+        self, start: Callable[[dist.ProcessGroup], Waitable | None], out: torch.Tensor | None
     ) -> Waitable:
         work = None
         if isinstance(self.handle, dist.ProcessGroup):
@@ -134,7 +146,7 @@ class Group:
                 "expected this rank to be in the process group, got no work\n"
                 "hint: pass a mesh or group that contains every rank that calls onefold.shard"
             )
-        return work if out.is_cpu else QueuedWork(work)
+        return work if out is not None and out.is_cpu else QueuedWork(work)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> None:
         """Replace `tensor` by its maximum over the ranks; blocks."""
