@@ -104,17 +104,18 @@ def test_messages_by_nccl_arrive_in_stream_order(looped, dtype):
     shapes = [("large", (SHARE_NBYTES // 4 + 1, 3)), ("small", (5,)), ("uneven", (70_001, 3))]
     layout = Layout.build(shapes, 1)
     offsets = [slot.full_offset for slot in layout.slots]
-    torch.cuda.set_sync_debug_mode("error")
-    for _ in range(3):
+    gathered = MessageLayout(layout.slots, offsets, group, dtype.itemsize)
+    reduced = MessageLayout(layout.slots, None, group, dtype.itemsize)
+    for index in range(3):
+        if index:  # the first message copies its indices to the device
+            torch.cuda.set_sync_debug_mode("error")
         full = torch.randn(layout.full_numel, device="cuda", dtype=dtype)
         before = full.clone()
-        cut = MessageLayout(layout.slots, offsets, group, dtype.itemsize)
-        transport.gather(full, cut, "gather").wait()
+        transport.gather(full, gathered, "gather").wait()
         partials = [torch.randn(slot.numel, device="cuda", dtype=dtype) for slot in layout.slots]
         wanted = [partial.float() for partial in partials]
         out = [torch.empty(slot.numel, device="cuda") for slot in layout.slots]
-        cut = MessageLayout(layout.slots, None, group, dtype.itemsize)
-        transport.reduce_scatter(Reduction(partials, cut, out, [True] * 3, "reduce")).wait()
+        transport.reduce_scatter(Reduction(partials, reduced, out, [True] * 3, "reduce")).wait()
     torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(full, before)
     assert all(map(torch.equal, out, wanted))
