@@ -180,7 +180,7 @@ def _silence() -> None:
 
 def _train(rank: int, case: Case, engine: str, folder: str) -> dict[str, Any]:
     if case.device == "cuda":
-        os.environ["LOCAL_RANK"] = "0"  # all ranks share the one device
+        os.environ |= {"LOCAL_RANK": "0", "ONEFOLD_SHARE_DEVICES": "1"}  # all ranks share one
     if case.device == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
     return asdict(_measure(case, everyone(folder)[engine], rank))

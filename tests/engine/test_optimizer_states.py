@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import onefold
+from onefold.engine.flat_groups import with_numbers_on
 from tests.support.ranks import run_processes, run_ranks, seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.save of a sharded module")
@@ -173,3 +174,13 @@ def test_torchs_full_optimizer_state_goes_from_rank_0s_file_to_every_rank(stage,
 
     for weights in run_ranks(world_size, load):
         assert all(map(torch.equal, weights, wanted))
+
+
+def test_numbers_of_a_loaded_state_go_where_a_fused_step_reads_them():
+    """Plain torch loads `step` to the CPU; a fused step counts on the device."""
+    moment, rate = torch.zeros(2), 0.1
+    state = {"step": torch.tensor(3.0), "exp_avg": moment, "rate": rate}
+    moved = with_numbers_on(torch.device("meta"), state)
+    assert moved["step"].is_meta
+    assert moved["exp_avg"] is moment
+    assert moved["rate"] is rate

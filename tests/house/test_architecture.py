@@ -62,6 +62,31 @@ def test_every_module_says_what_it_is_for():
     assert silent == []
 
 
+DEVICE_NAMES = {"cuda", "accelerator", "Stream", "Event", "get_device_module", "cudart"}
+"""Attributes of torch that name devices, streams and events."""
+
+
+def names_a_device(node: ast.AST) -> bool:
+    if isinstance(node, ast.ImportFrom):
+        parts = {*(node.module or "").split("."), *(alias.name for alias in node.names)}
+        return (node.module or "").startswith("torch") and bool(parts & DEVICE_NAMES)
+    if isinstance(node, ast.Import):
+        return any(
+            set(alias.name.split(".")[1:]) & DEVICE_NAMES and alias.name.startswith("torch.")
+            for alias in node.names
+        )
+    is_of_torch = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    return is_of_torch and node.value.id == "torch" and node.attr in DEVICE_NAMES
+
+
+def test_streams_and_devices_are_named_in_one_file():
+    """What a simulated accelerator has to replace, and where every wait of a stream begins."""
+    naming = {
+        at(path) for path, tree in TREES.items() for node in ast.walk(tree) if names_a_device(node)
+    }
+    assert naming == {"accelerator.py"}
+
+
 RANK_FILES = {"devices", "interfaces", "launcher", "local_ranks", "ranks", "world"}
 """Files of wire/ that find or start the ranks: they read the environment."""
 

@@ -21,13 +21,14 @@ import offload
 import peers
 import pytest
 import readme
-from contest import bounds, keeping, summary, swapping
+from contest import bounds, keeping, summary, swapping, world
 from contest.case import Case
 from contest.engines import ENGINES, offloaded
 from contest.laws import held_nbytes, laws, sent_nbytes
 from contest.results import path_of, provenance, write
 from contest.world import RunError
 
+from onefold.wire import devices
 from tests.support.commands import Command
 from tests.support.forking import HANG_S
 
@@ -390,3 +391,11 @@ def test_steps_from_disk_move_the_bytes_of_the_formula(tmp_path):
     _, read, written = bounds.disk_bounds(case)
     assert read.spread.median == pytest.approx(1, abs=0.02)
     assert written.spread.median == pytest.approx(1, abs=0.02)
+
+
+def test_ranks_of_the_gpu_script_may_share_the_one_device(monkeypatch):
+    shared = {}
+    monkeypatch.setattr(os, "environ", shared)
+    monkeypatch.setattr(world, "_measure", lambda case, engine, rank: world.Rank())
+    world._train(1, Case("tiny", ranks=2, device="cuda"), "onefold 3", "")
+    assert shared == {"LOCAL_RANK": "0", devices.SHARE: "1"}

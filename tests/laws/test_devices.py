@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import socket
 import warnings
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import onefold
 from onefold.layout.units import Owned
-from onefold.wire import devices
+from onefold.wire import devices, ranks
 from onefold.wire.collectives import Group
 from tests.support.ranks import run_ranks
 
@@ -80,6 +82,7 @@ def test_two_ranks_on_one_device_is_an_error_on_both_that_names_local_rank():
             caught.value
         )
         assert "LOCAL_RANK" in str(caught.value)
+        assert "ONEFOLD_SHARE_DEVICES=1" in str(caught.value)
 
     run_ranks(2, body)
 
@@ -99,3 +102,40 @@ def test_a_lone_rank_hears_once_of_the_devices_it_leaves_idle(eight_devices):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         devices.check_devices(torch.device("cpu"), ALONE)
+
+
+def test_a_flag_for_tests_lets_ranks_share_a_device(eight_devices, monkeypatch):
+    monkeypatch.setenv("ONEFOLD_SHARE_DEVICES", "1")
+    monkeypatch.setenv("LOCAL_RANK", "9")
+    assert devices.own_device_index() == 1
+
+    def body(rank):
+        devices.check_devices(torch.device("cuda", 0), Group.of(dist.group.WORLD))
+
+    run_ranks(3, body)
+
+
+def test_a_launched_world_is_bound_to_the_device_of_its_rank(monkeypatch):
+    """NCCL then connects at once, and reports its errors at the start of the script."""
+    started = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **options: started.append(options))
+    monkeypatch.setattr(ranks, "backends_for", lambda device: "cpu:gloo,cuda:nccl")
+    ranks.start_group(torch.device("cuda", 3), timedelta(seconds=9))
+    ranks.start_group(torch.device("cpu"), timedelta(seconds=9))
+    assert [options["device_id"] for options in started] == [torch.device("cuda", 3), None]
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_a_part_of_a_bound_world_does_not_wait_for_ranks_outside(splits, monkeypatch):
+    """NCCL would split the world's communicator, in which all ranks take part."""
+    world = SimpleNamespace(
+        bound_device_id=torch.device("cuda", 0),
+        _get_backend=lambda device: SimpleNamespace(supports_splitting=splits),
+    )
+    made = []
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(dist.distributed_c10d._world, "default_pg", world)
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **options: made.append(options))
+    Group.over([0, 2, 3])
+    backend = "gloo" if splits else None
+    assert made == [{"backend": backend, "use_local_synchronization": True}]

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import onefold
+from onefold.compose.routes import Links
 from onefold.engine import blocks
 from onefold.engine.registry import engine_of
+from onefold.layout.ledger import Ledger
+from onefold.layout.messages import SHARE_NBYTES
+from onefold.layout.rows import Layout
 from onefold.tier.step_device import DeviceStep
 from onefold.tier.store import GRAIN_NUMEL
 from onefold.wire.codec import codec_of
+from onefold.wire.collectives import Group
+from onefold.wire.message_cut import MessageLayout
+from onefold.wire.transport import Reduction
+from onefold.wire.wrapped import Streamed
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import seeded
 
@@ -74,6 +83,72 @@ def test_messages_of_a_gpu_have_the_bits_of_the_cpu(word):
         found.append((message.cpu(), out.cpu(), total.cpu()))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.fixture
+def looped():
+    """A transport by NCCL of a rank that sends to itself, as on several devices."""
+    store = dist.HashStore()
+    device = torch.device("cuda", torch.cuda.current_device())
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
+    group = Group.of(dist.group.WORLD)
+    yield group, Links(device, Ledger(), torch.float32, loops=True).transport(group)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_messages_by_nccl_arrive_in_stream_order(looped, dtype):
+    """Small, medium and large regions, uneven ones too: one launch a message, no wait of a host."""
+    group, transport = looped
+    assert isinstance(transport, Streamed)
+    shapes = [("large", (SHARE_NBYTES // 4 + 1, 3)), ("small", (5,)), ("uneven", (70_001, 3))]
+    layout = Layout.build(shapes, 1)
+    offsets = [slot.full_offset for slot in layout.slots]
+    gathered = MessageLayout(layout.slots, offsets, group, dtype.itemsize)
+    reduced = MessageLayout(layout.slots, None, group, dtype.itemsize)
+    for index in range(3):
+        if index:  # the first message copies its indices to the device
+            torch.cuda.set_sync_debug_mode("error")
+        full = torch.randn(layout.full_numel, device="cuda", dtype=dtype)
+        before = full.clone()
+        transport.gather(full, gathered, "gather").wait()
+        partials = [torch.randn(slot.numel, device="cuda", dtype=dtype) for slot in layout.slots]
+        wanted = [partial.float() for partial in partials]
+        out = [torch.empty(slot.numel, device="cuda") for slot in layout.slots]
+        transport.reduce_scatter(Reduction(partials, reduced, out, [True] * 3, "reduce")).wait()
+    torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(full, before)
+    assert all(map(torch.equal, out, wanted))
+
+
+def test_a_steady_step_on_a_gpu_waits_for_nothing():
+    module = seeded(Model)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    onefold.shard(module, optimizer, stage=3, precision="bf16")
+    batches = [batch.to("cuda") for batch in token_batches()]
+    for step, batch in enumerate(batches):
+        if step == len(batches) - 1:
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+        next_token_loss(module, batch).backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_state_saved_by_plain_torch_is_stepped_on_a_gpu():
+    """torch leaves its step counts on the CPU."""
+    plain = seeded(Model)
+    before = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    next_token_loss(plain, token_batches()[0]).backward()
+    before.step()
+    module = seeded(Model)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    onefold.shard(module, optimizer, stage=2)
+    optimizer.load_state_dict(before.state_dict())
+    next_token_loss(module, token_batches()[0].to("cuda")).backward()
+    optimizer.step()
 
 
 def test_a_deleted_model_leaves_no_memory_on_the_device():

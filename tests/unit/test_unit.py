@@ -210,8 +210,11 @@ class Twins(nn.Module):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("phase", ["gather", "reduce_scatter"])
-def test_units_that_mix_on_a_device_are_an_error_at_the_step(world_size, phase):
-    """A device's host does not read tags at once. The switch makes the CPU behave likewise."""
+@pytest.mark.parametrize("notices", ["the next step", "save"])
+def test_units_that_mix_on_a_device_are_an_error_one_step_later(
+    world_size, phase, notices, tmp_path
+):
+    """A device's host waits for no tag, unless it saves. The switch has the CPU do as it does."""
 
     def body(rank: int) -> str:
         module = seeded(Twins)
@@ -227,14 +230,21 @@ def test_units_that_mix_on_a_device_are_an_error_at_the_step(world_size, phase):
         unit = engine.units[min(rank, 1)]  # ranks but the first use the second unit
         if phase == "gather":
             unit.unshard()
+            unit.reshard(release=True)
         else:
             gradient = unit.gradient
             ones = [torch.ones(p.slot.numel) for p in unit.parameters]
             mean = gradient.mean_rows(unit.parameters)
             gradient.reduction.start((0, 1), ones, [True, True], mean).wait()
             gradient.reduction.users([True, True])
-        with pytest.raises(WireError, match=f"{phase} of unit 'blocks.{min(rank, 1)}'") as error:
+        if notices == "the next step":
             optimizer.step()
+        with pytest.raises(WireError, match=f"{phase} of unit 'blocks.{min(rank, 1)}'") as error:
+            if notices == "save":
+                onefold.save(tmp_path / "checkpoint", module, optimizer)
+            optimizer.step()
+        assert not (tmp_path / "checkpoint").exists()
+        optimizer.step()  # nothing is left of it
         return str(error.value)
 
     verb = "use" if phase == "gather" else "run backward through"

@@ -143,6 +143,50 @@ def test_a_gather_that_fails_leaves_nothing_to_compute_with(way, when):
     run_ranks(4, body)
 
 
+class Starved(Failing):
+    """A transport whose next reduction wants more memory than the device has."""
+
+    def reduce_scatter(self, reduction):
+        when, self.when = self.when, None
+        if when == "begun":
+            _starve()
+        ticket = self.inner.reduce_scatter(reduction)
+        return ticket.then(_starve) if when == "ended" else ticket
+
+
+def _starve():
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 KiB. made up")
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("when", ["begun", "ended"])
+def test_a_backward_without_memory_says_what_is_held_and_may_be_repeated(stage, when):
+    """On all ranks at once, caught: the step then has the bits of one that did not fail."""
+
+    def body(rank, fails):
+        module = seeded(net)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+        onefold.shard(module, optimizer, stage=stage)
+        x = torch.linspace(-1, 1, 16).view(2, 8) * (rank + 1)
+        if fails:
+            reduction = engine_of(module).units[-1].gradient.reduction
+            reduction._first.transport = Starved(reduction._first.transport, when)
+            with pytest.raises(torch.OutOfMemoryError) as error:
+                module(x).square().sum().backward()
+            (note,) = error.value.__notes__
+            assert note.startswith("onefold holds, besides activations, ")
+            assert "; hint: " in note
+            optimizer.zero_grad()
+        module(x).square().sum().backward()
+        optimizer.step()
+        with onefold.unsharded(module):
+            return [p.detach().clone() for p in module.parameters()]
+
+    calm, torn = run_ranks(3, body, False), run_ranks(3, body, True)
+    for a, b in zip(calm, torn, strict=True):
+        assert all(map(torch.equal, a, b))
+
+
 def test_a_module_that_runs_on_one_rank_inside_unsharded_asks_nothing_of_the_others():
     def body(rank):
         module = seeded(net)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from onefold import accelerator
 from onefold.engine.blocks import BLOCK_NUMEL
 from onefold.layout.ledger import Ledger
 from onefold.planner.machines import Efficiency, Link, Machine
@@ -113,7 +114,7 @@ def highest_rate(name: str, amount: int, action: Callable[[], object]) -> float:
 
 def waiter(device: torch.device) -> Callable[[], object]:
     """Return a function that waits until a device has done its work."""
-    return torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    return lambda: accelerator.synchronize(device)
 
 
 # disks

@@ -35,6 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.func import functional_call
 
+from onefold import accelerator
 from onefold.axes.moves import moved, of_ranks
 from onefold.errors import ConfigError
 from onefold.layout.cut import bounds_of
@@ -296,8 +297,7 @@ def _num_experts(experts: nn.Module) -> int:
 
 def _mesh_of(group: dist.ProcessGroup, experts: nn.Module) -> DeviceMesh:
     kinds = {p.device.type for p in experts.parameters()} - {"meta"}
-    accelerator = torch.accelerator.current_accelerator()
-    kind = next(iter(kinds), "cpu" if accelerator is None else accelerator.type)
+    kind = next(iter(kinds), accelerator.kind() or "cpu")
     return DeviceMesh.from_group(group, kind, mesh_dim_names=("expert",))
 
 

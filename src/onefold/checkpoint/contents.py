@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_iter
 
+from onefold import accelerator
 from onefold.checkpoint.archives import bytes_of
 from onefold.checkpoint.metadata import (
     COMPANION,
@@ -111,7 +112,7 @@ def random_states(engine: Engine) -> dict[str, Any]:
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     device = engine.context.store.device
     if device.type != "cpu":
-        states[device.type] = torch.get_device_module(device).get_rng_state(device)
+        states[device.type] = accelerator.rng_state(device)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kind, keys, *rest = numpy.random.get_state()
@@ -126,7 +127,7 @@ def restore_random_states(engine: Engine, states: dict[str, Any]) -> None:
     random.setstate((version, tuple(inner), gauss))
     device = engine.context.store.device
     if device.type != "cpu" and device.type in states:
-        torch.get_device_module(device).set_rng_state(states[device.type], device)
+        accelerator.set_rng_state(states[device.type], device)
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in states:
         numpy.random.set_state(tuple(states["numpy"]))

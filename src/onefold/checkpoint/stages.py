@@ -204,6 +204,9 @@ class ShardedModel:
     def wait_steps(self) -> None:
         """Wait for background steps, free unsharded weights, let masters follow edited weights."""
         engine = self.engine
+        engine.context.tags.check(
+            waits=True
+        )  # a checkpoint of mixed weights would replace a good one
         engine.rest()
         waits = any(unit.gradient.reduction.waits for unit in engine.units)
         if waits or engine.context.everyone is not engine.group:

@@ -27,14 +27,21 @@ class Links:
     ledger: Ledger
     reduce: torch.dtype
     divisor: int = 0  # of sums of gradients; 0: the ranks that a transport joins
+    loops: bool = False  # a rank alone sends to itself: a test of a backend on one device
 
     def transport(self, group: Group, codec: str = EXACT, where: str = "") -> Transport:
         """Make a transport between the ranks of a group, exact or quantized."""
-        if group.world_size == 1:
+        if group.world_size == 1 and not self.loops:
             return LocalTransport(group)
         is_device = self.device.type != "cpu"
         native = is_device and group.is_nccl
-        exchange = Exchange(group, self.ledger, native=native, where=where)
+        exchange = Exchange(
+            group,
+            self.ledger,
+            native=native,
+            where=where,
+            coalesces=group.coalesces(self.device),
+        )
         composed = Composed(exchange, reduce=self.reduce, divisor=self.divisor)
         word = codec.removesuffix(DIFFERENCE)
         inner = composed if word == EXACT else Quantized(composed, codec_of(word))

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from onefold import accelerator
 from onefold.config import Offload
 from onefold.tier.host import cores_of
 from onefold.tier.step_device import STREAMED_NBYTES
@@ -114,10 +115,10 @@ def _link_rate(device: torch.device) -> float:
     """Measure both directions at once, from and to page-locked memory."""
     is_device = device.type != "cpu"
     near = [torch.zeros(PIECE_NUMEL, device=device) for _ in range(2)]
-    far = [torch.zeros(PIECE_NUMEL, pin_memory=is_device) for _ in range(2)]
+    far = [accelerator.pinned(PIECE_NUMEL, torch.float32).zero_() for _ in range(2)]
     if not is_device:
         return near[0].nbytes / _fastest(lambda: (near[0].copy_(far[0]), far[1].copy_(near[1])))
-    streams = [torch.Stream(device) for _ in range(2)]
+    streams = [accelerator.new(device) for _ in range(2)]
 
     def both() -> None:
         with streams[0]:

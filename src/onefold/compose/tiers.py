@@ -218,8 +218,8 @@ def _build(
         weight=stores[offload.parameters],
         state=stores[offload.optimizer],
         slots=slots,
-        fetchers=Workers(NUM_FETCHERS, "onefold-fetch"),
-        steppers=Workers(num_steppers, "onefold-step", cores),
+        fetchers=Workers(NUM_FETCHERS, "onefold-fetch", device=store.device),
+        steppers=Workers(num_steppers, "onefold-step", cores, device=store.device),
         step_device=step_device,
         scratch=_scratch(offload, store.device, slots, ledger, group, cores),
         copies=copies_for(store.device) if offload.parameters != "device" else None,
@@ -238,7 +238,7 @@ def _scratch(
     """Make the store of activations; None if they stay, or would move within the same memory."""
     if offload.activations == "disk":
         files = [SwapFile(path, group.rank) for path in offload.paths]
-        workers = Workers(NUM_MOVERS, "onefold-activation", cores)
+        workers = Workers(NUM_MOVERS, "onefold-activation", cores, device=device)
         return DiskScratch(files, workers, slots, device, ledger)
     if offload.activations == "cpu" and device.type != "cpu":
         return HostScratch(device, ledger)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from onefold import accelerator
 from onefold.engine.rules import Rule, State
 from onefold.errors import TierError
 from onefold.layout.observer import Observer, Stream, watched
@@ -69,11 +70,10 @@ class UnitStep:
         if unit.master is not None:
             self.buffers.append(unit.weight)
         self._unit, self._where = unit.name, unit.context.where
-        self._ready: torch.Event | None = None  # gradients exist, weights may be changed
+        self._ready: accelerator.Event | None = None  # gradients exist, weights may be changed
         device = unit.context.store.device
         if device.type != "cpu":
-            self._ready = torch.Event(device)
-            self._ready.record()
+            self._ready = accelerator.record(device)
         ordered = sorted(segments, key=lambda segment: segment.start)
         self._tasks: list[Task] = []
         numel = len(unit.weight.tensor)

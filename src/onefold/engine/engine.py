@@ -256,9 +256,11 @@ class Engine:
         """Autograd has accumulated into an unsharded weight's gradient."""
         self.begin_backward()
         flying = self.schedule.reductions.may_land
-        if flying is not None and self.hands.has_landed(flying):
-            self.hands.do(self.schedule.landed())
-        parameter.unit.gradient.note_fired(parameter)
+        try:
+            if flying is not None and self.hands.has_landed(flying):
+                self.hands.do(self.schedule.landed())
+        finally:  # a gradient that nobody noted would be added to that of the next backward
+            parameter.unit.gradient.note_fired(parameter)
         self.hands.do(self.schedule.gradient(self._index[parameter.unit], id(parameter)))
 
     def end_backward(self) -> None:

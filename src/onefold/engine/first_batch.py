@@ -16,6 +16,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.hooks import RemovableHandle
 
+from onefold import accelerator
 from onefold.engine.pipelined import INFERENCE, calling_stage
 from onefold.engine.watch import tensors_in
 from onefold.layout.model_axes import local_of
@@ -140,5 +141,5 @@ def _generator_of(root: nn.Module) -> str:
     state = torch.get_rng_state()
     device = next((p.device for p in root.parameters() if p.device.type != "cpu"), None)
     if device is not None:
-        state = torch.cat([state, torch.get_device_module(device).get_rng_state(device)])
+        state = torch.cat([state, accelerator.rng_state(device)])
     return hashlib.blake2b(state.numpy().tobytes(), digest_size=8).hexdigest()

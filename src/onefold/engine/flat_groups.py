@@ -309,6 +309,14 @@ NUMBERS = ("step", "mu_product", "eta", "mu")
 """States of torch's optimizers that are one number, also where the parameter is one."""
 
 
+def with_numbers_on(device: torch.device, state: State) -> State:
+    """Return a state whose numbers are on the device, where fused steps read and count them."""
+    return {
+        name: value.to(device) if name in NUMBERS and isinstance(value, Tensor) else value
+        for name, value in state.items()
+    }
+
+
 def _is_rows(parameter: UnitParameter, name: str, value: object) -> bool:
     return (
         isinstance(value, Tensor)

@@ -15,6 +15,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from onefold import accelerator
+
 Entry = TypeVar("Entry")
 
 
@@ -136,19 +138,17 @@ def _settings() -> Callable[[ExitStack], None]:
     )  # fmt: skip
     casts = [
         (kind, torch.get_autocast_dtype(kind))
-        for kind in ("cpu", "cuda")
-        if torch.is_autocast_enabled(kind)
+        for kind in ("cpu", accelerator.kind())
+        if kind is not None and torch.is_autocast_enabled(kind)
     ]
-    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+    take_device = accelerator.thread_state()
 
     def enter(stack: ExitStack) -> None:
         torch.set_num_threads(threads)
         stack.enter_context(torch.set_grad_enabled(records))
         if default.type != "cpu":
             stack.enter_context(default)
-        if stream is not None:
-            torch.cuda.set_device(stream.device)
-            torch.cuda.set_stream(stream)
+        take_device()
         for kind, dtype in casts:  # the cache of casts would join two graphs
             stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
 

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Protocol
 from weakref import WeakSet
 
+import torch
 from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
@@ -67,7 +68,9 @@ class Hands:
         try:
             for verb, index in actions:
                 _HANDS[verb](self, index)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, torch.OutOfMemoryError):  # of a message or a sum; buffers explain
+                self.units[index].context.ledger.explain(error)
             self.schedule.lost(index)
             raise
 

@@ -29,7 +29,7 @@ from onefold.engine.behaviour import behaviour_of, moments_of_group
 from onefold.engine.blocks import reserve_slots
 from onefold.engine.coupled import share_losses, summed_rows
 from onefold.engine.engine import Engine
-from onefold.engine.flat_groups import NUMBERS, FlatStep
+from onefold.engine.flat_groups import NUMBERS, FlatStep, with_numbers_on
 from onefold.engine.matrix import MatrixStep
 from onefold.engine.optimizer_state import OwnStates, common_state, own_state, stepped_state
 from onefold.engine.precision import are_gradients_finite
@@ -321,10 +321,15 @@ class OptimizerBinding:
         ):
             return
         for group in optimizer.param_groups:
+            fuses = may_fuse(optimizer, group)
             for tensor in group["params"]:
                 parameter = self.parameter(tensor)
                 if parameter is not None:
                     own = own_state(parameter, dict.get(state, tensor, {}))
+                    if (
+                        fuses
+                    ):  # torch leaves numbers on the CPU, as the user asked for no fused step
+                        own = with_numbers_on(parameter.local.device, own)
                     self._strategy.import_state(parameter, own)
         self._common = common_state(state)
         self._shown = _copied({k: v for k, v in dict.items(state) if k not in self._common})

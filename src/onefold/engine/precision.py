@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from onefold import accelerator
 from onefold.engine.engine import Engine
 from onefold.unit.dtensors import ShardedParameter
 from onefold.wire.collectives import Group
@@ -37,8 +38,7 @@ class GradScaler(torch.amp.GradScaler):
     """
 
     def __init__(self, device: str | None = None, **options: Any) -> None:
-        kind = torch.accelerator.current_accelerator(check_available=True)
-        super().__init__(device or (kind.type if kind else "cpu"), **options)
+        super().__init__(device or accelerator.kind() or "cpu", **options)
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor,

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from onefold import accelerator
 from onefold.errors import ConfigError
 from onefold.tier.host import free_host_bounds
 from onefold.wire.collectives import Group
@@ -51,7 +52,7 @@ def _measured(
 ) -> Iterator[Limit]:
     host = socket.gethostname()
     if tier == "device":
-        yield Limit(host, str(device), torch.accelerator.get_memory_info(device)[0])
+        yield Limit(host, str(device), accelerator.memory(device).free)
     elif tier == "disk":
         for path in paths if all(path.is_dir() for path in paths) else ():
             free = shutil.disk_usage(path).free * len(paths)

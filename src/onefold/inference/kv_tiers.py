@@ -124,7 +124,6 @@ class KVTiers:
         self._num_layers = num_layers
         self._budget, self._cpu_budget = budget, cpu_budget
         self._paths, self._rank = paths, rank
-        self._workers = Workers(NUM_READERS, "onefold-kv")
         self._ahead: tuple[int, FarRead] | None = None
         self._closed_nbytes = 0, 0  # read from, and written to, files before the last `close`
         self._begin()
@@ -154,7 +153,8 @@ class KVTiers:
                 host = HostScratch(device, ledger, Kind.CACHE)
                 self._budgets.append((host.name, self._cpu_budget, host))
         if self.files:
-            self._disk = DiskScratch(self.files, self._workers, on_host, device, ledger, Kind.CACHE)
+            workers = Workers(NUM_READERS, "onefold-kv", device=device)
+            self._disk = DiskScratch(self.files, workers, on_host, device, ledger, Kind.CACHE)
 
     def close(self, num_layers: int) -> None:
         """Free the files' space; start anew with this many layers, which hold no runs now."""

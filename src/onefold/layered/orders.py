@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from onefold import accelerator
 from onefold.engine.driving import Drive
 from onefold.engine.engine import Engine
 from onefold.engine.first_batch import has_dropout
@@ -226,9 +227,9 @@ class RandomStreams:
     def __init__(self, number: int, device: torch.device, module: nn.Module) -> None:
         is_taken = current_thread() is main_thread() or has_dropout(module)
         self._generators = [torch.default_generator] if is_taken else []
-        if device.type == "cuda" and is_taken:
-            index = device.index if device.index is not None else torch.cuda.current_device()
-            self._generators.append(torch.cuda.default_generators[index])
+        own = accelerator.generator(device)
+        if own is not None and is_taken:
+            self._generators.append(own)
         begun = self._states()
         self._left: list[list[Tensor]] = [begun]
         for seed in seeds_of(number):

@@ -166,9 +166,9 @@ def own_part_travels(world_size: int) -> bool:
     """True if a reduction sends a rank its own part, too.
 
     Between two ranks it does not travel, as the rest lies together; with more ranks the rest would
-    be two collectives instead of one.
+    be two collectives instead of one. A rank alone sends nothing else.
     """
-    return world_size > 2
+    return world_size != 2
 
 
 # one message

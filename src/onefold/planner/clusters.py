@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
+from onefold import accelerator
 from onefold.config import Precision
 from onefold.errors import ConfigError
 from onefold.planner.machines import Machine, machine_of
@@ -166,8 +165,8 @@ def device_kinds(kinds: Sequence[Cluster]) -> tuple[DeviceKind, ...]:
 
 
 def _this_machine(world_size: int) -> Cluster:
-    if torch.accelerator.is_available():
-        memory = torch.accelerator.get_memory_info()[1]
+    if accelerator.kind() is not None:
+        memory = accelerator.memory().total
         return Cluster(ranks=world_size, memory=memory, host_memory=free_host_nbytes())
     share = free_host_nbytes() // max(1, world_size)
     return Cluster(ranks=world_size, device_type="cpu", memory=share)

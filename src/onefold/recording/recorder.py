@@ -27,6 +27,7 @@ from threading import get_ident
 import torch
 from torch import nn
 
+from onefold import accelerator
 from onefold.config import STAGES, Offload
 from onefold.engine.engine import Engine
 from onefold.engine.registry import engine_of
@@ -43,7 +44,7 @@ from onefold.wire_config import Wire
 KINDS: tuple[str, ...] = ("weight", "master", "grad", "optimizer")
 """Kinds of state that stay between backward and step, which the closed form covers."""
 
-Moment = float | torch.Event
+Moment = float | accelerator.Event
 """Seconds on the recorder's clock, or an event on a stream of the device."""
 
 PROBE_INTERVAL_S = 0.001
@@ -142,10 +143,10 @@ class Recorder:
         self._probed_at = 0.0
         self._stopped_at: float | None = None  # not None while the clock stands still
         self._training_thread = get_ident()
-        self._base: torch.Event | None = None
+        self._base: accelerator.Event | None = None
         if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-            self._base = _event(device)
+            accelerator.synchronize(device)
+            self._base = accelerator.record(device, is_timed=True)
         self._floor = 0 if self._base is not None else self._torch_nbytes()
         self._began_at, self._began = time.time(), time.perf_counter()
         self._record_torch()
@@ -176,7 +177,7 @@ class Recorder:
     def now(self, stream: Stream) -> Moment:
         """Return this moment, on the device for streams that run there."""
         on_device = self._base is not None and stream in _ON_DEVICE
-        return _event(self._device) if on_device else self._clock()
+        return accelerator.record(self._device, is_timed=True) if on_device else self._clock()
 
     def _clock(self) -> float:
         """Seconds since the step began, the same for all threads; they never decrease."""
@@ -211,7 +212,7 @@ class Recorder:
         """Return the step, with spans and changes in the order of time."""
         seconds = self._clock()
         if self._base is not None:
-            torch.accelerator.synchronize(self._device)
+            accelerator.synchronize(self._device)
         spans: list[SpanLine] = []
         for stream, verb, unit, bounds, nbytes in self._spans:
             start, stop = map(self._seconds, bounds)
@@ -232,7 +233,7 @@ class Recorder:
         )  # fmt: skip
 
     def _seconds(self, moment: Moment) -> float:
-        if isinstance(moment, torch.Event):
+        if isinstance(moment, accelerator.Event):
             assert self._base is not None, "events are only made on a device"
             return self._base.elapsed_time(moment) / 1e3
         return moment
@@ -244,12 +245,6 @@ class Recorder:
             for name, now in self._ledger.traffic.items()
         }
         return {name: Sent(t.calls, t.sent_nbytes) for name, t in sent.items() if t != Traffic()}
-
-
-def _event(device: torch.device) -> torch.Event:
-    event = torch.Event(device, enable_timing=True)
-    event.record()
-    return event
 
 
 # the allocator
@@ -275,7 +270,7 @@ def allocator_probe(device: torch.device) -> Callable[[], int] | None:
     operation, and see one thread only.
     """
     if device.type != "cpu":
-        return lambda: torch.accelerator.memory_allocated(device)
+        return lambda: accelerator.allocated(device)
     if sys.platform != "linux":
         return None
     try:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import mmap
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
+from onefold import accelerator
 from onefold.errors import TierError
 from onefold.tier.store import Allocation, whole_pages
 
@@ -21,18 +22,16 @@ class PageLocked(mmap.mmap):
 
     def register(self, flat: Tensor) -> int:
         """Lock the pages of `flat` [uint8], which is a part of this memory; return CUDA's error."""
-        if not torch.cuda.is_available():
+        if not accelerator.locks_mapped_pages():
             return 0
-        runtime: Any = torch.cuda.cudart()
-        code = int(runtime.cudaHostRegister(flat.data_ptr(), flat.nbytes, 0))
+        code = accelerator.lock_pages(flat)
         if code == 0:
             self.registered_at = flat.data_ptr()
         return code
 
     def __del__(self) -> None:
         if self.registered_at:
-            runtime: Any = torch.cuda.cudart()
-            runtime.cudaHostUnregister(self.registered_at)
+            accelerator.unlock_pages(self.registered_at)
 
 
 class HostStore:
@@ -60,16 +59,34 @@ class HostStore:
         return Allocation(self._arena[start : start + numel * dtype.itemsize].view(dtype))
 
 
+def page_locked(nbytes: int, alignment: int = mmap.PAGESIZE) -> tuple[Tensor, int]:
+    """Map whole pages [nbytes or more, uint8], and lock them where there is an accelerator.
+
+    Returns them with CUDA's error, 0 if there was none. Alignment above a page asks for huge pages.
+    Raises `OSError`, `ValueError`, `MemoryError` or `RuntimeError` where there is no such memory.
+    """
+    nbytes = whole_pages(max(1, nbytes))
+    if accelerator.kind() is None or accelerator.locks_mapped_pages():
+        flags, spare = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, alignment - mmap.PAGESIZE
+        mapping = PageLocked(-1, nbytes + spare, flags)
+        if spare:
+            with suppress(OSError, AttributeError):  # another system
+                mapping.madvise(mmap.MADV_HUGEPAGE)
+        flat, lock = torch.frombuffer(mapping, dtype=torch.uint8), mapping.register
+    else:  # torch's allocator locks what it makes
+        flat, lock = accelerator.pinned(nbytes + alignment, torch.uint8), lambda _: 0
+    start = -flat.data_ptr() % alignment
+    pages = flat[start : start + nbytes]
+    return pages, lock(pages)
+
+
 def _map(nbytes: int) -> Tensor:
     try:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        mapping = PageLocked(-1, whole_pages(max(1, nbytes)), flags)
-    except (OSError, ValueError) as error:
+        arena, code = page_locked(nbytes)
+    except (OSError, ValueError, MemoryError, RuntimeError) as error:
         wanted = f"{nbytes:,} bytes of CPU memory for offloaded states"
         hint = 'offload="disk:PATH", a smaller fraction, or more ranks'
         raise TierError(wanted, str(error), hint=hint) from error
-    arena = torch.frombuffer(mapping, dtype=torch.uint8)
-    code = mapping.register(arena)
     if code:
         warnings.warn(
             f"{arena.nbytes:,} bytes of CPU memory could not be page-locked (CUDA error {code}): "
@@ -87,10 +104,10 @@ class CopyStream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.Stream(device)
+        self._stream = accelerator.new(device)
 
     def __enter__(self) -> None:
-        self._stream.wait_stream(torch.accelerator.current_stream(self._stream.device))
+        self._stream.wait_stream(accelerator.current(self._stream.device))
         self._stream.__enter__()
 
     def __exit__(self, *error: object) -> None:
@@ -106,6 +123,5 @@ class CopyStream:
         The host waits at the first use of the weights, while the device computes with others. So
         the sources may be edited, stepped or reused afterwards.
         """
-        done = torch.Event(self._stream.device)
-        done.record(self._stream)
-        return done.synchronize
+        with self._stream:
+            return accelerator.record(self._stream.device).synchronize

@@ -15,6 +15,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
+from onefold import accelerator
 from onefold.errors import TierError
 from onefold.layout.ledger import Kind, Ledger
 from onefold.tier.area import Area, Lease
@@ -54,7 +55,7 @@ class DiskScratch:
         self._workers = workers
         self._slots = slots
         self._device = device
-        self._stream = torch.Stream(device) if device.type != "cpu" else None
+        self._stream = accelerator.new(device) if device.type != "cpu" else None
         self._area = Area(self.name, ledger, kind)
         self._moved_nbytes = 0  # since the heap was trimmed
         self._counting = Lock()
@@ -135,15 +136,13 @@ class DiskScratch:
         start = -room.data_ptr() % PAGE_NBYTES
         return room[start : start + nbytes]
 
-    def _mark(self) -> torch.Event | None:
+    def _mark(self) -> accelerator.Event | None:
         """Record when the computing stream has filled memory, or freed it to be filled."""
         if self._stream is None:
             return None
-        ready = torch.Event(self._device)
-        ready.record(torch.accelerator.current_stream(self._device))
-        return ready
+        return accelerator.record(self._device)
 
-    def _copy(self, into: Tensor, source: Tensor, ready: torch.Event | None) -> None:
+    def _copy(self, into: Tensor, source: Tensor, ready: accelerator.Event | None) -> None:
         """Copy on a worker, and return when the copy has ended."""
         if self._stream is None or ready is None:
             into.copy_(source)
@@ -239,7 +238,7 @@ class HostScratch:
 
     def __init__(self, device: torch.device, ledger: Ledger, kind: Kind = Kind.ACTIVATION) -> None:
         self._device = device
-        self._stream = torch.Stream(device)
+        self._stream = accelerator.new(device)
         self._arenas: list[Tensor] = []
         self._area = Area(self.name, ledger, kind)
 
@@ -276,18 +275,17 @@ class StreamCopy:
     """A copy on a side stream, which keeps `on_device` from being reused before its end."""
 
     def __init__(
-        self, stream: torch.Stream, into: Tensor, source: Tensor, on_device: Tensor,
+        self, stream: accelerator.Stream, into: Tensor, source: Tensor, on_device: Tensor,
         then: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         self._then = then
         self._on_device: Tensor | None = on_device
         # the allocator reuses memory on the stream that frees it, so that stream has to wait
-        self._owner = torch.accelerator.current_stream(on_device.device)
+        self._owner = accelerator.current(on_device.device)
         stream.wait_stream(self._owner)
         with stream:
             into.copy_(source, non_blocking=True)
-        self._done = torch.Event(stream.device)
-        self._done.record(stream)
+            self._done = accelerator.record(stream.device)
 
     def is_completed(self) -> bool:
         """True when the copy has ended."""
@@ -296,7 +294,7 @@ class StreamCopy:
     def wait(self) -> None:
         """Have the current stream wait for the copy; the host does not wait."""
         then, self._then = self._then, None
-        torch.accelerator.current_stream(self._owner.device).wait_event(self._done)
+        accelerator.wait(self._done, self._owner.device)
         self.abandon()
         if then is not None:
             then()

@@ -7,10 +7,9 @@ collection: its `__del__` takes only the ledger's lock, which is reentrant.
 
 from __future__ import annotations
 
-import mmap
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from threading import Lock
 
 import torch
@@ -18,8 +17,7 @@ from torch import Tensor
 
 from onefold.errors import TierError
 from onefold.layout.ledger import Kind, Ledger
-from onefold.layout.rows import round_up
-from onefold.tier.cpu import PageLocked
+from onefold.tier.cpu import page_locked
 
 HUGE_NBYTES = 2 << 20
 """A huge page. A disk request holds a limited number of pieces of consecutive memory: 4 MiB in
@@ -50,21 +48,13 @@ class Room:
 
 def host_room(nbytes: int, ledger: Ledger) -> Room:
     """Allocate host memory, page-aligned, in huge pages where the system has them."""
-    full_nbytes = round_up(max(1, nbytes), mmap.PAGESIZE)
     try:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        mapping = PageLocked(-1, full_nbytes + HUGE_NBYTES, flags)
-    except (OSError, ValueError, MemoryError) as error:
-        wanted = f"{full_nbytes:,} bytes of CPU memory for blocks that pass between tiers"
+        pages, _ = page_locked(nbytes, HUGE_NBYTES)  # not locked: copies to a device are slower
+    except (OSError, ValueError, MemoryError, RuntimeError) as error:
+        wanted = f"{nbytes:,} bytes of CPU memory for blocks that pass between tiers"
         hint = "smaller units, or fewer ranks on this host"
         raise TierError(wanted, str(error), hint=hint) from error
-    with suppress(OSError, AttributeError):  # another system
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    flat = torch.frombuffer(mapping, dtype=torch.uint8)
-    start = -flat.data_ptr() % HUGE_NBYTES
-    room = flat[start : start + full_nbytes]
-    mapping.register(room)  # where that fails, copies to a device are slower
-    return Room(room, "cpu", ledger)
+    return Room(pages, "cpu", ledger)
 
 
 def device_room(nbytes: int, device: torch.device, ledger: Ledger) -> Room:

@@ -17,6 +17,7 @@ from threading import local
 import torch
 from torch import Tensor
 
+from onefold import accelerator
 from onefold.layout.ledger import Ledger
 from onefold.tier.slots import Room, SlotPool, device_room
 
@@ -73,7 +74,7 @@ class DeviceStep:
         """Allocate the blocks of `nbytes` now, so that no step fails for lack of memory."""
         self._slots.reserve(NUM_STREAMS, nbytes)
         if self.is_queued:  # kernels that used this memory before must have ended
-            torch.accelerator.synchronize(self._device)
+            accelerator.synchronize(self._device)
 
     @contextmanager
     def lend(self, nbytes: int) -> Iterator[Room]:
@@ -94,11 +95,11 @@ class DeviceStep:
             finally:
                 self._finish()
 
-    def _stream(self) -> torch.Stream | None:
+    def _stream(self) -> accelerator.Stream | None:
         """Return this thread's stream, None on the CPU."""
-        stream: torch.Stream | None = getattr(self._streams, "stream", None)
+        stream: accelerator.Stream | None = getattr(self._streams, "stream", None)
         if stream is None and self.is_queued:
-            stream = self._streams.stream = torch.Stream(self._device)
+            stream = self._streams.stream = accelerator.new(self._device)
         return stream
 
     def _finish(self) -> None:

@@ -15,6 +15,8 @@ from threading import Barrier, Event, Lock
 
 import torch
 
+from onefold import accelerator
+
 NUM_FETCHERS = 2
 """Threads that fetch weights: of the next unit, and of the unit behind it."""
 
@@ -68,10 +70,19 @@ class Task:
 class Workers:
     """A fixed number of threads, which run tasks in order."""
 
-    def __init__(self, num_threads: int, name: str, cores: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        num_threads: int,
+        name: str,
+        cores: tuple[int, ...] = (),
+        *,
+        device: torch.device | None = None,
+    ) -> None:
+        """`cores`: of this rank; none: any. `device`: the accelerator that the tasks use."""
         self.num_threads = num_threads
         self._name = name
         self._cores = cores
+        self._device = device
         self._pool: ThreadPoolExecutor | None = None
 
     def give(self, work: Callable[[], None]) -> Task:
@@ -91,6 +102,7 @@ class Workers:
         all_started = Barrier(self.num_threads + 1)
 
         def begin() -> None:
+            accelerator.use(self._device)  # else what locks pages starts the host's first device
             if self._cores and sys.platform == "linux":
                 with suppress(OSError):
                     os.sched_setaffinity(0, self._cores)

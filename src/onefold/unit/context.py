@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from onefold.accelerator import Fetched
 from onefold.errors import WireError
 from onefold.layout.cut import Shares
 from onefold.layout.ledger import Ledger
@@ -102,15 +103,17 @@ _TOLERANCE = 0.25  # of a tag, whose mean over the ranks may be rounded
 
 
 class TagBoard:
-    """Compares the tags of messages with the expected tag: at once, or at the step.
+    """Compares the tags of messages with the expected tag: at once, or one step later.
 
     A host would have to wait for a device to read a tag. So the squared differences are summed on
-    the device, one tensor for each collective of a unit, and `check` reads them all at once.
+    the device, one tensor for each collective of a unit. Each `check` begins to copy all of them,
+    and reads those of the call before: a device that is at most one step behind has them ready.
     """
 
     def __init__(self) -> None:
         self.is_deferred: bool | None = None  # None: on every device but the CPU
         self._sums: dict[tuple[str, str], Tensor] = {}
+        self._fetched: Fetched | None = None  # all sums of the step before, in the order of then
         self._contexts: dict[str, Context] = {}  # of units
 
     def defers(self, tags: Tensor) -> bool:
@@ -128,17 +131,33 @@ class TagBoard:
         wrong = (tags - tag).abs() if tags.is_complex() else tags.float() - tag
         sums.addcmul_(wrong, wrong)
 
-    def check(self) -> None:
-        """Raise `WireError` if ranks mixed units since the last call. A device's host waits."""
+    def check(self, *, waits: bool = False) -> None:
+        """Raise `WireError` if ranks mixed units before the last call; with `waits`, before now.
+
+        All ranks call it at the same places, so all of them raise in the same call.
+        """
         if not self._sums:
             return
         sums = list(self._sums.values())
-        squares = [row.tolist() for row in torch.cat(sums).cpu().split([len(s) for s in sums])]
+        before, self._fetched = self._fetched, None
+        now = Fetched(torch.cat(sums))
         torch._foreach_zero_(sums)
-        for (collective, unit), wrong in zip(self._sums, squares, strict=True):
+        self._compare(before)
+        if waits:
+            self._compare(now)
+        else:
+            self._fetched = now
+
+    def _compare(self, fetched: Fetched | None) -> None:
+        at, numbers = 0, [] if fetched is None else fetched.read().tolist()
+        for (collective, unit), sums in self._sums.items():
+            wrong = numbers[at : at + len(sums)]
+            at += len(sums)
             ranks = [rank for rank, square in enumerate(wrong) if not square <= _TOLERANCE**2]
             context = self._contexts[unit]
             if ranks:
+                if (watch := context.transport.group.watch) is not None:
+                    watch.check()  # it may have ended this message
                 source = context.named(ranks[0]) if len(wrong) > 1 else None
                 raise context.mixed(collective, unit, source)
 

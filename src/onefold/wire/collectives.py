@@ -14,6 +14,7 @@ from onefold.errors import WireError
 from onefold.wire.lanes import ALL_GATHER, ALL_TO_ALL, Lanes
 from onefold.wire.peers import Peers
 from onefold.wire.ticket import Ticket, Waitable
+from onefold.wire.watching import DeviceWatch
 
 T = TypeVar("T")
 
@@ -31,6 +32,7 @@ class Group:
     world_size: int
     handle: dist.ProcessGroup | None
     peers: Peers | None = None  # for tensors on the CPU, in place of `handle`
+    watch: DeviceWatch | None = None  # over messages of a device, which go by `handle`
     local: tuple[int, int] | None = None  # local rank and local world size, of ranks that have met
 
     @staticmethod
@@ -44,7 +46,12 @@ class Group:
         """The group of these global ranks, this one among them. A collective over them."""
         if len(ranks) == dist.get_world_size():
             return Group.of(dist.group.WORLD)
-        handle = dist.new_group(ranks, use_local_synchronization=True)
+        world = cast("dist.ProcessGroup", dist.group.WORLD)
+        bound = world.bound_device_id
+        # then NCCL would split the world's communicator, and wait for ranks outside the group
+        splits = bound is not None and world._get_backend(bound).supports_splitting
+        backend = "gloo" if splits else None
+        handle = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
         return Group.of(handle if isinstance(handle, dist.ProcessGroup) else None)
 
     def global_ranks(self) -> list[int]:
@@ -53,8 +60,12 @@ class Group:
 
     @property
     def is_nccl(self) -> bool:
-        """True if tensors of a GPU go by NCCL, maybe beside another backend for the CPU's."""
-        return self.handle is not None and "cuda:nccl" in dist.get_backend_config(self.handle)
+        """True if tensors of an accelerator go by NCCL or its like, and not by way of the CPU."""
+        if self.handle is None:
+            return False
+        pairs = [pair.split(":") for pair in dist.get_backend_config(self.handle).split(",")]
+        own = dist.Backend.default_device_backend_map
+        return any(kind != "cpu" and own.get(kind) == name != "gloo" for kind, name in pairs)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Waitable:
         """Start sending `tensor` of rank `source` into `tensor` of all others, in place."""
@@ -91,6 +102,20 @@ class Group:
             out,
         )
 
+    def begin_one(self, device: torch.device) -> None:
+        """Have the backend of a device begin all collectives up to `end_one` as one."""
+        if isinstance(self.handle, dist.ProcessGroup):
+            self.handle._start_coalescing(device)
+
+    def end_one(self, device: torch.device) -> Waitable:
+        """Begin what was called since `begin_one`; the work of all of it."""
+        return self._issue(lambda group: group._end_coalescing(device), None)
+
+    def coalesces(self, device: torch.device) -> bool:
+        """True if the backend of a device begins several collectives as one."""
+        has_own = device.type != "cpu" and self.is_nccl
+        return has_own and self.handle._get_backend(device).supports_coalescing
+
     def track(self, works: list[Waitable], label: str) -> Sequence[Waitable]:
         """The works of one message; with peers as one, which says where ranks are if it waits.
 
@@ -108,7 +133,7 @@ class Group:
             raise WireError(_not_begun(error)) from error
 
     def _issue(
-        self, start: Callable[[dist.ProcessGroup], Waitable | None], out: torch.Tensor
+        self, start: Callable[[dist.ProcessGroup], Waitable | None], out: torch.Tensor | None
     ) -> Waitable:
         work = None
         if isinstance(self.handle, dist.ProcessGroup):
@@ -121,7 +146,7 @@ class Group:
                 "expected this rank to be in the process group, got no work\n"
                 "hint: pass a mesh or group that contains every rank that calls onefold.shard"
             )
-        return work if out.is_cpu else QueuedWork(work)
+        return work if out is not None and out.is_cpu else QueuedWork(work)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> None:
         """Replace `tensor` by its maximum over the ranks; blocks."""

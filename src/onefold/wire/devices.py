@@ -11,11 +11,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from onefold import accelerator
 from onefold.errors import ConfigError
 from onefold.layout.units import Owned
 from onefold.wire import launcher
 from onefold.wire.collectives import Group
 from onefold.wire.interfaces import GLOO
+
+SHARE = "ONEFOLD_SHARE_DEVICES"
+"""Environment variable: "1" lets ranks share a device, for tests over gloo. NCCL refuses it."""
 
 
 def device_of(
@@ -42,12 +46,12 @@ def device_of(
 
 def _accelerator(group: Group, mesh: DeviceMesh | None) -> torch.device | None:
     """This rank's accelerator, where there is one that the ranks can send from."""
-    kind = torch.accelerator.current_accelerator(check_available=True)
+    kind = accelerator.kind()
     if kind is None or (mesh is not None and mesh.device_type == "cpu"):
         return None
-    if group.handle is not None and f"{kind.type}:" not in _backends(group.handle):
+    if group.handle is not None and f"{kind}:" not in _backends(group.handle):
         return None
-    return torch.device(kind.type, torch.accelerator.current_device_index())
+    return torch.device(kind, accelerator.current_index())
 
 
 def _backends(handle: dist.ProcessGroup) -> str:
@@ -57,12 +61,12 @@ def _backends(handle: dist.ProcessGroup) -> str:
 
 def take_own_device() -> torch.device:
     """Make this rank's accelerator the current one, and return it; the CPU where there is none."""
-    kind = torch.accelerator.current_accelerator(check_available=True)
+    kind = accelerator.kind()
     if kind is None:
         return torch.device("cpu")
-    index = own_device_index()
-    torch.accelerator.set_device_index(index)
-    return torch.device(kind.type, index)
+    device = torch.device(kind, own_device_index())
+    accelerator.use(device)
+    return device
 
 
 def backends_for(device: torch.device) -> str:
@@ -83,9 +87,11 @@ def own_device_index() -> int:
     A launcher that does not say is taken to number ranks host by host, one for each device.
     `check_devices` refuses two ranks that took the same one.
     """
-    count, index = torch.accelerator.device_count(), launcher.local_rank()
+    count, index = accelerator.count(), launcher.local_rank()
     if index is None:
         index = int(os.environ.get("RANK", "0")) % count
+    if index >= count and _may_share():
+        return index % count
     if index >= count:
         raise ConfigError(
             f"at most {count} ranks on this host, one for each device",
@@ -114,17 +120,22 @@ def check_devices(device: torch.device, group: Group) -> None:
                 hint="every rank moves its module to its own device, or leaves it on the CPU",
             )
         other = everyone.index((host, kind, name))
-        if kind != "cpu" and other != rank:
+        if kind != "cpu" and other != rank and not _may_share():
             raise ConfigError(
                 "each rank on a device of its own",
                 f"{name} on ranks {other} and {rank}, both on host {host!r}",
                 hint="use the device of LOCAL_RANK: "
-                "torch.accelerator.set_device_index(int(os.environ['LOCAL_RANK']))",
+                "torch.accelerator.set_device_index(int(os.environ['LOCAL_RANK'])); for a test "
+                f"over gloo, {SHARE}=1 lets ranks share one",
             )
 
 
+def _may_share() -> bool:
+    return os.environ.get(SHARE) == "1"
+
+
 def _warn_of_idle(device: torch.device) -> None:
-    count = torch.accelerator.device_count()
+    count = accelerator.count()
     if count > 1:
         warnings.warn(
             f"1 of {count} {device.type} devices is used: start the script with "

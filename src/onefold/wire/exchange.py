@@ -29,15 +29,23 @@ class Exchange:
     """Moves pieces of flat buffers between the ranks of a group, and counts what it sends.
 
     With `native`, the backend's own all-gather gathers large equal pieces. `where` names the links
-    if there are several kinds: "inside" a node, or "between" nodes.
+    if there are several kinds: "inside" a node, or "between" nodes. With `coalesces`, the backend
+    begins all collectives of one message by one launch, over regions as they lie.
     """
 
     def __init__(
-        self, group: Group, ledger: Ledger, *, native: bool = False, where: str = ""
+        self,
+        group: Group,
+        ledger: Ledger,
+        *,
+        native: bool = False,
+        where: str = "",
+        coalesces: bool = False,
     ) -> None:
         self.group = group
         self.ledger = ledger
         self.gathering, self.reducing = Buffers(ledger), Buffers(ledger)
+        self.coalesces = coalesces
         self._native = native
         self._where = f" {where}" if where else ""  # behind names of traffic: "gather between"
 

@@ -28,6 +28,7 @@ from onefold.wire.lanes import Lanes, PhaseNow, absent
 from onefold.wire.peers import Peers
 from onefold.wire.roll_call import RollCall
 from onefold.wire.together import read_refusal, refusing
+from onefold.wire.watching import DeviceBackend, DeviceWatch
 
 TIMEOUT = timedelta(minutes=5)
 """How long ranks wait for one another in a process group that Onefold starts."""
@@ -210,7 +211,9 @@ def start_group(device: torch.device, timeout: timedelta) -> None:
     if device.type == "cpu":
         use_link_to_hosts()
     try:
-        dist.init_process_group(backends_for(device), timeout=timeout)
+        # a bound device: NCCL connects here, not in the first forward, and barriers know the device
+        bound = None if device.type == "cpu" else device
+        dist.init_process_group(backends_for(device), timeout=timeout, device_id=bound)
     except RuntimeError as error:  # of the store, of gloo, of NCCL
         reason = str(error).splitlines()[0]
         raise WireError(launcher.not_met(reason, timeout, variable_for(device))) from error
@@ -302,7 +305,12 @@ def _connected(
     def time_limit() -> float:
         return (timeout or _timeout_of(handle)).total_seconds()
 
-    return replace(group, peers=Peers(lanes, roll_call, timeout, time_limit))
+    group = replace(group, peers=Peers(lanes, roll_call, timeout, time_limit))
+    if not group.is_nccl:
+        return group
+    watch = DeviceWatch(DeviceBackend(handle), roll_call, phase, name, time_limit)
+    roll_call.lanes.append(watch.lane)
+    return replace(group, watch=watch)
 
 
 def _await_ranks(group: Group, store: Store, name: str, timeout: timedelta) -> OnefoldError | None:

@@ -125,6 +125,10 @@ class LocalTransport:
         """Nothing is kept."""
 
 
+Mean = tuple[Sequence[Tensor], Tensor, bool]
+"""The parts of all ranks in rank order, their target, and whether they replace its values."""
+
+
 class Composed:
     """Gathers in place; reduces by all-to-all and a sum in rank order. Messages are exact."""
 
@@ -146,27 +150,32 @@ class Composed:
     ) -> Ticket:
         """See `Transport.gather`."""
         exchange = self.exchange
-        works = [
-            work for index in cut.large for work in exchange.all_gather(full, cut.spans[index])
-        ]
-        finish = None
-        numel = cut.packed_numel
-        if numel:
-            if cut.medium:
-                staged = exchange.gathering.take(numel, full.dtype, full.device)
-            else:  # small regions alone are too few bytes to keep and count
-                staged = full.new_empty(numel)
-            RankChunk(cut, self.group.rank, staged).fill(
-                [full[slice(*cut.spans[index][self.group.rank])] for index in cut.medium], full
-            )
-            works += exchange.all_gather(staged, cut.packed_spans)
-
-            def read() -> None:
-                unpack(full, cut, staged, self.group.rank)
+        numel, finish = cut.packed_numel, None
+        if exchange.coalesces:
+            self.group.begin_one(full.device)
+        try:
+            works = [
+                work for index in cut.large for work in exchange.all_gather(full, cut.spans[index])
+            ]
+            if numel:
                 if cut.medium:
-                    exchange.gathering.give([staged])
+                    staged = exchange.gathering.take(numel, full.dtype, full.device)
+                else:  # small regions alone are too few bytes to keep and count
+                    staged = full.new_empty(numel)
+                RankChunk(cut, self.group.rank, staged).fill(
+                    [full[slice(*cut.spans[index][self.group.rank])] for index in cut.medium], full
+                )
+                works += exchange.all_gather(staged, cut.packed_spans)
 
-            finish = read
+                def read() -> None:
+                    unpack(full, cut, staged, self.group.rank)
+                    if cut.medium:
+                        exchange.gathering.give([staged])
+
+                finish = read
+        finally:
+            if exchange.coalesces:
+                works = [self.group.end_one(full.device)]
         exchange.count("gather", cut.gather_numel * full.element_size())
         exchange.ledger.sent("control", cut.control_numel * full.element_size(), 0)
         return Ticket(self.group.track(works, label), finish, label)
@@ -179,23 +188,35 @@ class Composed:
         out, fresh = reduction.out, reduction.fresh
         works: list[Waitable] = []
         received: list[Tensor] = []
-        parts = [  # by large region: every rank's partial of our piece
-            self._exchange(partials[index], cut.numels[index], works, received)
-            for index in cut.large
-        ]
-        packed = self._packed(partials, cut)
-        small = self._exchange(packed, cut.packed_numels, works, received) if len(packed) else []
+        coalesces = self.exchange.coalesces
+        if coalesces:
+            self.group.begin_one(partials[0].device)
+        try:
+            parts = [  # by large region: every rank's partial of our piece
+                self._exchange(partials[index], cut.numels[index], works, received)
+                for index in cut.large
+            ]
+            packed = self._packed(partials, cut)
+            small = (
+                self._exchange(packed, cut.packed_numels, works, received) if len(packed) else []
+            )
+        finally:
+            if coalesces:
+                works = [self.group.end_one(partials[0].device)]
         self.exchange.count("reduce_scatter", cut.reduce_numel * packed.element_size())
         self.exchange.ledger.sent("control", cut.control_numel * packed.element_size(), 0)
         if cut.medium:
             received.append(packed)  # kept for the next reduction, too
 
         def average() -> None:
+            means: list[Mean] = []
             for index, pieces in zip(cut.large, parts, strict=True):
                 if out[index].numel():
-                    self._mean_in_rank_order(pieces, out[index], fresh[index])
+                    means.append((pieces, out[index], fresh[index]))
             if small:
-                self._spread_packed(small, cut, out, fresh)
+                self._spread_packed(small, cut, out, fresh, means)
+            else:
+                self._mean_in_rank_order(means)
             parts.clear()
             small.clear()
             self.exchange.reducing.give(received)
@@ -243,20 +264,23 @@ class Composed:
         cut: MessageLayout,
         out: Sequence[Tensor],
         fresh: Sequence[bool],
+        means: list[Mean],
     ) -> None:
-        """Average the packed message and copy each region's piece to its target."""
+        """Average the packed message, and `means`; copy each region's piece to its target."""
         small = messages
         if cut.medium:
             numels = cut.chunk_numels[self.group.rank]
             parts = zip(*(message.split_with_sizes(numels) for message in messages), strict=True)
             *medium, small = map(list, parts)
             for index, pieces in zip(cut.medium, medium, strict=True):
-                self._mean_in_rank_order(pieces, out[index], fresh[index])
+                means.append((pieces, out[index], fresh[index]))
         if not cut.small:
+            self._mean_in_rank_order(means)
             return
         targets = [out[index] for index in cut.small]
         mean = targets[0].new_empty(small[0].numel())
-        self._mean_in_rank_order(small, mean, True)
+        means.append((small, mean, True))
+        self._mean_in_rank_order(means)
         parts = mean.split_with_sizes(cut.small_numels[self.group.rank])
         replaced = [i for i, index in enumerate(cut.small) if fresh[index]]
         added = [i for i, index in enumerate(cut.small) if not fresh[index]]
@@ -265,30 +289,56 @@ class Composed:
         if added:
             torch._foreach_add_([targets[i] for i in added], [parts[i] for i in added])
 
-    def _mean_in_rank_order(self, parts: Sequence[Tensor], target: Tensor, is_fresh: bool) -> None:
-        """Set `target` to the mean of the ranks' parts, or add it; summed from rank 0 up.
+    def _mean_in_rank_order(self, means: Sequence[Mean]) -> None:
+        """Set each target to the mean of the ranks' parts, or add it; summed from rank 0 up.
 
         The sum is in the reduce dtype, whatever narrower dtype the parts travelled in. On the CPU
         all passes go over one block before the next, so that only the first one waits for memory.
         """
-        sent = parts[0].dtype
+        if not means:
+            return
+        sent = means[0][0][0].dtype  # of all: they travelled together
         widens = sent.is_floating_point and sent.itemsize < self.reduce.itemsize
         dtype = self.reduce if widens else sent
-        numel = target.numel()
-        block = MEAN_NUMEL if target.device.type == "cpu" else numel
-        is_direct = is_fresh and target.dtype == dtype
-        scratch = target if is_direct else target.new_empty(min(block, numel), dtype=dtype)
-        passes: Iterable[Sequence[Tensor]] = [(*parts, target)]
-        if numel > block:
-            passes = zip(*(part.split(block) for part in (*parts, target)), strict=True)
-        for first, second, *rest, into in passes:
-            total = into if is_direct else scratch[: into.numel()]
-            if widens:
-                total.copy_(first).add_(second)
-            else:
-                torch.add(first, second, out=total)
-            for part in rest:
-                total.add_(part)
-            total.mul_(self.scale)
-            if not is_direct:
-                into.copy_(total) if is_fresh else into.add_(total)
+        if means[0][1].device.type != "cpu":
+            self._mean_by_launches(means, dtype, widens=widens)
+            return
+        for parts, target, is_fresh in means:
+            numel = target.numel()
+            is_direct = is_fresh and target.dtype == dtype
+            scratch = target if is_direct else target.new_empty(min(MEAN_NUMEL, numel), dtype=dtype)
+            passes: Iterable[Sequence[Tensor]] = [(*parts, target)]
+            if numel > MEAN_NUMEL:
+                passes = zip(*(part.split(MEAN_NUMEL) for part in (*parts, target)), strict=True)
+            for first, *rest, into in passes:
+                total = into if is_direct else scratch[: into.numel()]
+                if widens or not rest:
+                    total.copy_(first)
+                else:
+                    torch.add(first, rest.pop(0), out=total)
+                for part in rest:
+                    total.add_(part)
+                total.mul_(self.scale)
+                if not is_direct:
+                    into.copy_(total) if is_fresh else into.add_(total)
+
+    def _mean_by_launches(self, means: Sequence[Mean], dtype: torch.dtype, *, widens: bool) -> None:
+        """The same on a device: one launch for all regions takes the part of one rank."""
+        targets = [target for _, target, _ in means]
+        direct = [is_fresh and target.dtype == dtype for _, target, is_fresh in means]
+        totals = [
+            target if is_direct else torch.empty_like(target, dtype=dtype)
+            for target, is_direct in zip(targets, direct, strict=True)
+        ]
+        wide = [torch.empty_like(total) for total in totals] if widens else []
+        first, *rest = zip(*(parts for parts, _, _ in means), strict=True)
+        torch._foreach_copy_(totals, list(first))
+        for of_rank in map(list, rest):
+            if wide:  # one launch adds tensors of one dtype alone
+                torch._foreach_copy_(wide, of_rank)
+            torch._foreach_add_(totals, wide or of_rank)
+        torch._foreach_mul_(totals, self.scale)
+        for write, is_fresh in ((torch._foreach_copy_, True), (torch._foreach_add_, False)):
+            which = [i for i, (_, _, f) in enumerate(means) if f is is_fresh and not direct[i]]
+            if which:
+                write([targets[i] for i in which], [totals[i] for i in which])

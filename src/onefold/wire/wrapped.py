@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from onefold import accelerator
 from onefold.layout.ledger import Ledger
 from onefold.layout.observer import Observer, Span, Stream, watched
 from onefold.wire.message_cut import MessageLayout
@@ -147,33 +148,33 @@ class Streamed(Wrapped):
 
     def __init__(self, inner: Transport, device: torch.device) -> None:
         super().__init__(inner)
-        self._streams = {name: torch.Stream(device) for name in ("gather", "reduce_scatter")}
+        self._streams = {name: accelerator.new(device) for name in ("gather", "reduce_scatter")}
 
     def wrap(self, collective: str, unit: str, start: Callable[[], Ticket]) -> Ticket:
         """See `Wrapped.wrap`."""
-        return _beside(self._streams[collective], start)
-
-
-def _beside(stream: torch.Stream, start: Callable[[], Ticket]) -> Ticket:
-    stream.wait_stream(torch.accelerator.current_stream(stream.device))
-    with stream:
-        start().wait()  # on a GPU this queues the rest on `stream` and returns
-        finished = torch.Event(stream.device)
-        finished.record(stream)
-    return Ticket([_Queued(finished, stream.device, start)])
+        stream, watch = self._streams[collective], self.group.watch
+        if watch is not None:
+            watch.check()
+        stream.wait_stream(accelerator.current(stream.device))
+        with stream:
+            start().wait()  # on a GPU this queues the rest on `stream` and returns
+            finished = accelerator.record(stream.device)
+        if watch is not None:
+            watch.note(finished, f"{collective} of unit {unit!r}", stream.device)
+        return Ticket([_Queued(finished, stream.device, start)])
 
 
 class _Queued:
     """Work on a side stream: waiting for it makes compute's stream wait, never the host."""
 
-    def __init__(self, event: torch.Event, device: torch.device, kept: object) -> None:
+    def __init__(self, event: accelerator.Event, device: torch.device, kept: object) -> None:
         self._event = event
         self._device = device
         self._kept = kept  # tensors of compute's stream, whose memory it would reuse meanwhile
 
     def wait(self) -> None:
         """See `Waitable.wait`."""
-        torch.accelerator.current_stream(self._device).wait_event(self._event)
+        accelerator.wait(self._event, self._device)
         self._kept = None
 
     def is_completed(self) -> bool:

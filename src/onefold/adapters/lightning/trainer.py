@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
-from onefold import config
+from onefold import accelerator, config
 from onefold.adapters.lightning import checkpoint_io as checkpoints
 from onefold.api import accumulate, shard
 from onefold.config import Precision, PrecisionChoice, StageChoice
@@ -94,7 +94,7 @@ class Sharding:
             mesh: MeshChoice = None
             if self._choices.get("wire") is not None and nodes > 1:
                 mesh = init_device_mesh(kind, (nodes, strategy.num_processes))
-            elif kind == "cpu" and torch.accelerator.is_available():
+            elif kind == "cpu" and accelerator.kind() is not None:
                 mesh = init_device_mesh("cpu", (nodes * strategy.num_processes,))
             choices: dict[str, Any] = {"mesh": mesh, "precision": precision, **self._choices}
             shard(module, list(optimizers) or None, stage=self._stage, **choices)

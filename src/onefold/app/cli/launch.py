@@ -56,9 +56,9 @@ def world_size_of(ranks: int | None) -> int:
 
 def default_ranks(on_cpu: int = 2) -> int:
     """Return one rank for each GPU, or `on_cpu` without a GPU."""
-    import torch
+    from onefold import accelerator
 
-    return torch.accelerator.device_count() or on_cpu
+    return accelerator.count() or on_cpu
 
 
 def launch(argv: Sequence[str], ranks: int, *, passes_stops_on: bool = False) -> int:

@@ -152,8 +152,7 @@ def _kinds(arguments: argparse.Namespace) -> tuple[Cluster, ...]:
 
 def _cluster(arguments: argparse.Namespace) -> Cluster:
     """Return the devices of the flags, or of this machine."""
-    import torch
-
+    from onefold import accelerator
     from onefold.planner.machines import machine_of
     from onefold.planner.planning import Cluster
     from onefold.tier.host import free_host_nbytes
@@ -163,7 +162,7 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
         hint = "--ranks plans for processes on the CPU"
         raise ConfigError("--gpus or --ranks", "both", hint=hint)
     machine = None if arguments.cluster is None else machine_of(arguments.cluster)
-    has_gpus = torch.accelerator.is_available()
+    has_gpus = accelerator.kind() is not None
     has_machine = gpus is not None or machine is not None
     on_gpus = ranks is None and (has_machine or has_gpus)
     count = gpus or ranks or (default_ranks() if machine is None else machine.ranks_per_node)
@@ -175,7 +174,7 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
     elif memory is None and machine is not None:
         memory = int(machine.memory_nbytes)
     elif memory is None and has_gpus:
-        memory = torch.accelerator.get_memory_info()[1]
+        memory = accelerator.memory().total
     elif memory is None:
         hint = "--mem 80GiB, or --cluster h100-80"
         raise ConfigError("--mem with --gpus", "none", hint=hint)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import onefold
+from onefold import accelerator
 from onefold.app.measure import (
     REQUEST_NBYTES,
     BandwidthRow,
@@ -293,15 +294,16 @@ def _link_rows(world: World, layout: Layout) -> Iterator[BandwidthRow]:
 
 def measure_copies(ask: Ask) -> dict[str, Any]:
     """Return the rates of copies between page-locked memory and a GPU, if there is one."""
-    if not torch.cuda.is_available():
+    kind = accelerator.kind()
+    if kind is None:
         return {}
-    gpu = torch.zeros((ask.nbytes or LINK_NBYTES) // 4, device="cuda")
+    gpu = torch.zeros((ask.nbytes or LINK_NBYTES) // 4, device=kind)
     host = HostStore(gpu.nbytes).allocate(len(gpu), torch.float32).tensor.zero_()
     ways = {"h2d": (gpu, host), "d2h": (host, gpu)}
     table = [
         BandwidthRow(
             f"{name}_pinned", gpu.nbytes, partial(target.copy_, source, non_blocking=True),
-            finish=waiter(torch.device("cuda")),
+            finish=waiter(gpu.device),
         )
         for name, (target, source) in ways.items()
     ]  # fmt: skip

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from onefold import accelerator
 from onefold.adapters.versions import outside
 from onefold.app.measure import highest_rate
 from onefold.app.tools.bandwidth import Ask, measure_link
@@ -91,14 +92,14 @@ def describe(folder: str | None = None) -> HostReport:
             "gloo": dist.is_available() and dist.is_gloo_available(),
             "nccl": dist.is_available() and dist.is_nccl_available(),
         },
-        gpus=[_gpu(index) for index in range(torch.cuda.device_count())],
+        gpus=[_gpu(index) for index in range(accelerator.count())],
         limits=_limits(),
     )
 
 
 def _gpu(index: int) -> str:
-    properties = torch.cuda.get_device_properties(index)
-    return f"{properties.name}, {format_bytes(properties.total_memory)}"
+    name, nbytes = accelerator.model(torch.device(accelerator.kind() or "cpu", index))
+    return f"{name}, {format_bytes(nbytes)}"
 
 
 def _measure_copy() -> float:
@@ -179,7 +180,7 @@ def _limits() -> list[Check]:
     quota = _cpu_quota()
     return _judged([
         ("locked memory (ulimit -l)", "unlimited" if locked == inf else format_bytes(locked),
-         WARN, torch.cuda.is_available() and locked < 64 * MIB,
+         WARN, accelerator.kind() is not None and locked < 64 * MIB,
          "GPU ranks pin memory: raise it with `ulimit -l unlimited`"),
         ("open files (ulimit -n)", "unlimited" if files == inf else f"{files:.0f}",
          WARN, files < 1024,

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from onefold import accelerator
 from onefold.app.measure import BandwidthRow, in_rounds, waiter
 from onefold.errors import OnefoldError, expected, listed
 from onefold.fit.bounds import RankMemory
@@ -253,7 +254,7 @@ def _own_speeds(world: World) -> RankSpeeds:
                      finish=finish),
     ]  # fmt: skip
     rates = in_rounds(rows, OWN_SECONDS)["rates"]
-    name = "cpu" if kind == "cpu" else torch.cuda.get_device_name(device)
+    name = "cpu" if kind == "cpu" else accelerator.model(device)[0]
     memory = RankMemory(device, local_place(world.group)[1], world.group)
     return RankSpeeds(
         world.rank, socket.gethostname(), name, memory.free(),

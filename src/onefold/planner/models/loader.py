@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onefold import accelerator
 from onefold.errors import ConfigError
 from onefold.layout.units import repeated_blocks
 from onefold.planner.models.gpt import GPT, PRESETS, VOCAB
@@ -90,7 +91,7 @@ def recompute(model: nn.Module, name: str) -> None:
 def check_compiler() -> None:
     """Raise `ConfigError` where torch.compile has no C++ compiler to make CPU code with."""
     compiler = os.environ.get("CXX", "g++")
-    if not torch.cuda.is_available() and shutil.which(compiler) is None:
+    if accelerator.kind() is None and shutil.which(compiler) is None:
         raise ConfigError(
             "a C++ compiler for torch.compile",
             f"no {compiler!r} on the PATH",
