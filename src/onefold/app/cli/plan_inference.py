@@ -44,7 +44,7 @@ def check_flags(arguments: argparse.Namespace) -> None:
     """Refuse flags of the other kind of plan."""
     is_inference = arguments.inference
     if (name := first_set(arguments, TRAINING if is_inference else OWN)) is not None:
-        wanted = f"--{name} {'without' if is_inference else 'beside'} --inference"
+        wanted = f"--{name} {'without' if is_inference else 'with'} --inference"
         got = "both" if is_inference else f"--{name} alone"
         raise ConfigError(wanted, got, hint=f"leave --{name} out")
 
@@ -183,7 +183,7 @@ def _verdict(plan: InferencePlan) -> str:
 def _notes(plan: InferencePlan) -> Iterator[str]:
     machine = plan.ask.machine
     if machine is None:
-        yield "?: no times without --cluster MACHINE"
+        yield "?: no times without --gpu MACHINE"
     elif machine.name == "this machine":
         disk = f", disk {format_rate(machine.disk_rate)}" if plan.ask.offload == "disk" else ""
         yield f"measured here: memory {format_rate(machine.memory_rate)}{disk}, for a rank"
