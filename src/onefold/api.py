@@ -20,6 +20,7 @@ from onefold.engine import adapters
 from onefold.engine import unsharded as whole_parameters
 from onefold.engine.engine import Engine
 from onefold.engine.registry import engine_of
+from onefold.engine.walks import EventKind
 from onefold.fit.shares import AUTO, SharesChoice
 from onefold.inference.stream import examine_stream
 from onefold.layered.accumulate import describe_accumulation, with_kept
@@ -246,11 +247,14 @@ def report(module: nn.Module) -> Report:
 
 def _predicted_peaks(engine: Engine) -> dict[str, int]:
     """Predicted peaks by kind; averages and anchors, which no plan knows, as they are."""
-    peaks = with_kept(engine, engine.facts.predicted_peaks())
-    most_kept = engine.facts.most_kept
-    more = most_kept - peaks.get(Kind.UNSHARDED, 0)
-    if more > 0 and peaks:
-        peaks = {**peaks, Kind.UNSHARDED: most_kept, "all": peaks["all"] + more}
+    positions = {id(p): i for unit in engine.units for i, p in enumerate(unit.parameters)}
+    diary = engine.schedule.open_calls.diary
+    events = [
+        event._replace(call=positions[event.call]) if event.kind is EventKind.GRAD else event
+        for event in diary.events
+        if diary.is_complete
+    ]
+    peaks = with_kept(engine, engine.facts.predicted_peaks(events))
     for added in (Kind.AVERAGE, Kind.ANCHOR):
         nbytes = sum(
             usage.now
