@@ -125,7 +125,7 @@ def _shard(
 def stream(
     module: nn.Module,
     *,
-    budget: int | None = None,
+    budget: int | str | None = None,
     rest: str | None = None,
     offload: OffloadChoice = "cpu",
     mesh: meshes.MeshChoice = None,
@@ -138,8 +138,8 @@ def stream(
 
     Args:
         module: any module; on `meta` after `onefold.load_pretrained`, which is read unit by unit.
-        budget: bytes of device memory for weights, those that rest there included. None: what is
-            free now, less a quarter for activations.
+        budget: bytes of device memory for weights, those that rest there included; or a text,
+            "2GiB". None: what is free now, less a quarter for activations.
         rest: None (exact), "int8" or "int4": weights of Linears rest and travel packed.
         offload: where weights rest: "cpu"; "disk:PATH", a file in that folder; "disk", the files
             that `onefold.load_pretrained` named, without a copy; an `Offload` (its `parameters`
@@ -158,7 +158,7 @@ def stream(
         >>> with torch.device("meta"):
         ...     model = AutoModelForCausalLM.from_config(config)
         >>> onefold.load_pretrained(model, directory)
-        >>> onefold.stream(model, budget=2 << 30, rest="int4", offload="disk:/fast/disk")
+        >>> onefold.stream(model, budget="2GiB", rest="int4", offload="disk:/fast/disk")
         >>> model.generate(tokens)
 
     Source: ZeRO-Inference (DeepSpeed, 2022), ZeRO-Infinity (arXiv 2104.07857).

@@ -66,6 +66,7 @@ def test_in_json_it_is_one_object():
     assert told["parameters"] == 862_464
     assert told["best"]["rows"] > 1
     assert told["scaling"] == []
+    assert told["best"]["missing_nbytes"]["device"] == 0 < told["best"]["free_nbytes"]["device"]
 
 
 def test_where_nothing_fits_it_says_what_the_nearest_needs_and_ends_with_2():
