@@ -9,7 +9,7 @@ DISK ?= /var/tmp
 # compiled while the package is installed, where there is a C compiler
 KERNELS := $(wildcard src/onefold/wire/kernels/*.[ch]) src/onefold/wire/kernels/compiling.py
 
-.PHONY: train big cluster test quick full check docs format bench clean
+.PHONY: train big cluster test quick full check docs package format bench clean
 
 train: $(VENV)/train.done
 	$(BIN)/onefold train
@@ -53,6 +53,12 @@ docs: $(VENV)/docs.done
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	$(BIN)/python docs/tools/check_site.py build/site
 
+# into dist: the source, and the wheel for any platform; the workflow `wheels` builds the others
+package: $(VENV)/package.done
+	rm -rf dist
+	HATCH_BUILD_NO_HOOKS=true $(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+
 format: $(VENV)/dev.done
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -89,6 +95,10 @@ $(VENV)/dev.done: $(VENV)/train.done
 
 $(VENV)/docs.done: $(VENV)/dev.done
 	$(PIP) --editable '.[dev,docs]'
+	touch $@
+
+$(VENV)/package.done: $(VENV)/train.done
+	$(PIP) --editable '.[package]'
 	touch $@
 
 # DeepSpeed's build needs its tools, and torch, in the environment before it

@@ -46,7 +46,7 @@ if TYPE_CHECKING:  # `as`: type checkers take these names for public ones
     from onefold.recording.recorder import record as record
     from onefold.wire_config import Wire as Wire
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "onefold.adapters.deepspeed.convert": "from_deepspeed",

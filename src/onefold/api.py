@@ -20,6 +20,7 @@ from onefold.engine import adapters
 from onefold.engine import unsharded as whole_parameters
 from onefold.engine.engine import Engine
 from onefold.engine.registry import engine_of
+from onefold.engine.walks import EventKind
 from onefold.fit.shares import AUTO, SharesChoice
 from onefold.inference.stream import examine_stream
 from onefold.layered.accumulate import describe_accumulation, with_kept
@@ -124,7 +125,7 @@ def _shard(
 def stream(
     module: nn.Module,
     *,
-    budget: int | None = None,
+    budget: int | str | None = None,
     rest: str | None = None,
     offload: OffloadChoice = "cpu",
     mesh: meshes.MeshChoice = None,
@@ -137,8 +138,8 @@ def stream(
 
     Args:
         module: any module; on `meta` after `onefold.load_pretrained`, which is read unit by unit.
-        budget: bytes of device memory for weights, those that rest there included. None: what is
-            free now, less a quarter for activations.
+        budget: bytes of device memory for weights, those that rest there included; or a text,
+            "2GiB". None: what is free now, less a quarter for activations.
         rest: None (exact), "int8" or "int4": weights of Linears rest and travel packed.
         offload: where weights rest: "cpu"; "disk:PATH", a file in that folder; "disk", the files
             that `onefold.load_pretrained` named, without a copy; an `Offload` (its `parameters`
@@ -157,7 +158,7 @@ def stream(
         >>> with torch.device("meta"):
         ...     model = AutoModelForCausalLM.from_config(config)
         >>> onefold.load_pretrained(model, directory)
-        >>> onefold.stream(model, budget=2 << 30, rest="int4", offload="disk:/fast/disk")
+        >>> onefold.stream(model, budget="2GiB", rest="int4", offload="disk:/fast/disk")
         >>> model.generate(tokens)
 
     Source: ZeRO-Inference (DeepSpeed, 2022), ZeRO-Infinity (arXiv 2104.07857).
@@ -246,11 +247,14 @@ def report(module: nn.Module) -> Report:
 
 def _predicted_peaks(engine: Engine) -> dict[str, int]:
     """Predicted peaks by kind; averages and anchors, which no plan knows, as they are."""
-    peaks = with_kept(engine, engine.facts.predicted_peaks())
-    most_kept = engine.facts.most_kept
-    more = most_kept - peaks.get(Kind.UNSHARDED, 0)
-    if more > 0 and peaks:
-        peaks = {**peaks, Kind.UNSHARDED: most_kept, "all": peaks["all"] + more}
+    positions = {id(p): i for unit in engine.units for i, p in enumerate(unit.parameters)}
+    diary = engine.schedule.open_calls.diary
+    events = [
+        event._replace(call=positions[event.call]) if event.kind is EventKind.GRAD else event
+        for event in diary.events
+        if diary.is_complete
+    ]
+    peaks = with_kept(engine, engine.facts.predicted_peaks(events))
     for added in (Kind.AVERAGE, Kind.ANCHOR):
         nbytes = sum(
             usage.now

@@ -73,13 +73,15 @@ class Loop:
         if stage is not None:
             found = adopt(self.accelerator, self.plain, optimizer, stage=stage, **options)
             assert found[0] is self.plain
-            assert found[1] is optimizer
+            assert found[1].optimizer is optimizer
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 10)
         self.model, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(
             self.plain, optimizer, loader(), scheduler
         )
         if stage is not None:
             assert self.model is self.plain
+            assert self.optimizer is found[1]
+            assert len(self.accelerator._optimizers) == len(self.accelerator._models) == 1
             assert self.accelerator.unwrap_model(self.model) is self.plain
 
     def epoch(self) -> list[float]:
@@ -339,6 +341,29 @@ def bad_input(rank: int) -> None:
         onefold.ConfigError, match=r"FSDP as well, from the env.*ACCELERATE_USE_FSDP"
     ):
         adopt(accelerator, *build())
+
+
+def prepared_by_adopt(rank: int) -> list[int]:
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer = adopt(accelerator, *build())
+    steps: list[int] = []
+    for index, (tokens, labels) in enumerate(accelerator.prepare(loader())):
+        with accelerator.accumulate(model):
+            accelerator.backward(F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()))
+            optimizer.step()
+            optimizer.zero_grad()
+        if not optimizer.step_was_skipped and accelerator.sync_gradients:
+            steps.append(index)
+    assert onefold.report(model).steps == len(steps)
+    return steps
+
+
+def test_the_optimizer_that_adopt_returns_steps_once_in_all_micro_batches_of_a_step():
+    """One that nobody prepared stepped in every micro-batch, in silence."""
+    first, second = run_forks(2, prepared_by_adopt)
+    assert first == second
+    assert 1 in first
+    assert 0 not in first
 
 
 def test_what_cannot_work_is_refused_by_name():

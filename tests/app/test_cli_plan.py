@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
+from onefold.planner.models.loader import build_model, published
 from tests.support.commands import onefold
 
 GIVEN = ("--model", "tiny", "--seq", "64", "--gpus", "4")
@@ -28,6 +30,35 @@ def test_a_plan_is_a_table_a_verdict_a_command_and_a_line():
     assert "tokens/s per device" in done.stdout  # the scaling curve
 
 
+def test_a_published_model_and_a_gpu_are_all_that_a_plan_needs():
+    done = onefold("plan", "--model", "llama-8b", "--gpu", "h100-80")
+    assert done.returncode == 0, done.stderr
+    head, *lines = done.stdout.splitlines()
+    assert head == "llama-8b: 8,030,261,248 parameters, 8 ranks, 1 row of 1024 tokens a rank"
+    rows = [line.split() for line in lines]
+    verdicts = {row[0].strip("*"): row[4] for row in rows if row[1:2] == ["none"]}
+    assert verdicts["0"] == "no"
+    assert verdicts["3"] == "yes"
+    assert "tokens/s, bound by compute" in " ".join(done.stdout.split())
+    assert "onefold train --model llama-8b --stage" in done.stdout
+
+
+NUMEL = {
+    "llama-8b": 8_030_261_248,
+    "llama-70b": 70_553_706_496,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
+}
+
+
+def test_published_models_have_the_parameters_of_their_cards():
+    assert {*published()} == {*NUMEL}
+    for name, numel in NUMEL.items():
+        with torch.device("meta"):
+            model = build_model(name, seq=1024)
+        assert sum(parameter.numel() for parameter in model.parameters()) == numel
+
+
 def test_in_json_it_is_one_object():
     done = onefold("plan", *GIVEN, "--mem", "2GiB", "--batch", "auto", "--json")
     told = json.loads(done.stdout)
@@ -35,6 +66,7 @@ def test_in_json_it_is_one_object():
     assert told["parameters"] == 862_464
     assert told["best"]["rows"] > 1
     assert told["scaling"] == []
+    assert told["best"]["missing_nbytes"]["device"] == 0 < told["best"]["free_nbytes"]["device"]
 
 
 def test_where_nothing_fits_it_says_what_the_nearest_needs_and_ends_with_2():
@@ -56,6 +88,9 @@ def test_where_nothing_fits_it_says_what_the_nearest_needs_and_ends_with_2():
         (("--nodes", "-1"), "--nodes"),
         (("--batch", "0"), "--batch"),
         (("--cluster", "abacus"), "abacus"),
+        (("--gpu", "h10-80"), "got 'h10-80' (hint: did you mean h100-80?)"),
+        (("--gpu", "abacus"), "a GPU among a100-40"),
+        (("--model", "llama-8"), "did you mean 'llama-8b'?"),
         (("--wire", "int8"), "wire to be auto, exact, hybrid"),
         (("--stage", "7"), "stage to be"),
         (("--model", "nope"), "'nope'"),

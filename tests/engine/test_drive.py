@@ -14,7 +14,7 @@ from onefold.axes.pipelines.driver import StageDriver
 from onefold.engine.driving import Action, Drive
 from onefold.engine.policy import Policy, UnitFacts
 from onefold.engine.registry import engine_of
-from onefold.engine.run_facts import RunFacts
+from onefold.engine.run_facts import Course, RunFacts
 from onefold.engine.schedule import Schedule
 from onefold.planner.replay import Replay, plain_events
 from tests.support.ranks import run_ranks, seeded
@@ -94,8 +94,8 @@ def test_a_driver_that_ends_takes_back_its_own_choices_alone():
 
 def test_a_run_under_several_shares_predicts_the_highest_peaks_of_all():
     def peaks(**by_kind: int) -> Any:
-        def predict(*, accumulates: bool) -> dict[str, int]:
-            return {kind: nbytes * (1 + accumulates) for kind, nbytes in by_kind.items()}
+        def predict(course: Course) -> dict[str, int]:
+            return {kind: nbytes * (1 + course.accumulates) for kind, nbytes in by_kind.items()}
 
         return SimpleNamespace(peaks=predict)
 

@@ -381,9 +381,9 @@ def test_a_budget_that_is_too_small_says_how_much_is_needed(world_size, tmp_path
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"budget": "2GiB"}, "budget to be a number of bytes"),
-        ({"budget": 0}, "budget to be a number of bytes"),
-        ({"budget": True}, "budget to be a number of bytes"),
+        ({"budget": "2 apples"}, "budget to be a number above 0 with a unit"),
+        ({"budget": 0}, "a budget in bytes, from 1 on"),
+        ({"budget": True}, "a budget in bytes, from 1 on"),
         ({"rest": "int3"}, "rest to be None"),
         ({"offload": 7}, "offload to be None"),
         ({"offload": "gpu"}, "offload to be None"),

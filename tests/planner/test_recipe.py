@@ -14,6 +14,7 @@ from torch import nn
 import onefold
 from onefold.config import STAGES, Offload, Precision, precision_of
 from onefold.engine.registry import engine_of
+from onefold.engine.run_facts import Course
 from onefold.errors import ConfigError
 from onefold.planner.costs import Conditions
 from onefold.planner.machines import machine_of
@@ -164,7 +165,7 @@ def test_one_rank_on_the_cpu_keeps_local_casts_as_its_plan_says(offload, kept, p
         optimizer.zero_grad()
     held = onefold.report(module).memory.get("unsharded", {})
     peak = sum(usage.peak for usage in held.values())
-    found = Expectation(engine.recipe).peaks(accumulates=False)
+    found = Expectation(engine.recipe).peaks(Course())
     assert peak == found.get("unsharded", 0)
     if kept:
         assert peak == (4 * (64 * 64 + 64) * 2 if precision == "bf16" else 0)

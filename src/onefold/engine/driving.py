@@ -68,6 +68,11 @@ class Drive:
     is_suspended: bool = False
 
     @property
+    def is_plain(self) -> bool:
+        """True where micro-batches run one after the other, each forward before its backward."""
+        return not (self.walks_apart or self.repeats or self.more_to_come or self.joins_backwards)
+
+    @property
     def is_last(self) -> bool:
         """True if the micro-batch is the last one that adds to the gradients of a step."""
         return not (self.accumulates or self.reduces_later)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -78,6 +79,7 @@ class OptimizerBinding:
         )
         engine.hands.steppers.add(self)
         self._reserve(optimizer)
+        self._predict(optimizer, engine)
         tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         held = filter(None, map(self.parameter, tensors))
         self.kept_here([p for p in held if p.sharded.requires_grad])
@@ -100,6 +102,20 @@ class OptimizerBinding:
                 for unit in dict.fromkeys(p.unit for p in held if p.unit.stepped.dtype == dtype):
                     unit.make_moments(wanted)
                     reserve_slots(unit)
+
+    def _predict(self, optimizer: Optimizer, engine: Engine) -> None:
+        """Predict the bytes of an optimizer that was built after `shard`, by the largest unit."""
+        units = [unit for unit in engine.units if unit.gradient.trainable()]
+        if not (self.is_flat and units):
+            return
+        largest, moments = max(units, key=lambda unit: unit.gather.full_numel), dict[str, Any]()
+        for group in optimizer.param_groups:
+            if any(p.unit is largest for p in filter(None, map(self.parameter, group["params"]))):
+                moments |= moments_of_group(optimizer, group, largest.stepped.dtype)
+        if len(moments) > engine.recipe.num_moments:
+            recipe = replace(engine.recipe, num_moments=len(moments))
+            prediction = engine.facts.predictions[-1].with_moments(len(moments))
+            engine.recut(engine.context, recipe, prediction)
 
     def stand_innermost(self, optimizer: Optimizer) -> None:
         """Keep the user's own step hooks outside the swap: they see sharded parameters."""

@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
-from onefold.engine.walks import Call
+from onefold.engine.walks import Call, Noted
 from onefold.layout.ledger import Ledger
 from onefold.layout.observer import Span, Stream
 from onefold.wire.lanes import CALL, PhaseNow
 
 
+@dataclass(frozen=True, slots=True)
+class Course:
+    """What a run has done that no recipe says.
+
+    Attributes:
+        accumulates: steps have several micro-batches.
+        events: those of a micro-batch; none: each unit is used once, in order.
+        most_kept: bytes of unsharded weights that `onefold.generating` kept.
+        most_shown: bytes of the buffers of `onefold.unsharded`.
+    """
+
+    accumulates: bool = False
+    events: tuple[Noted, ...] = ()
+    most_kept: int = 0
+    most_shown: int = 0
+
+
 class Prediction(Protocol):
     """What the planner says about the run under one recipe."""
 
-    def peaks(self, *, accumulates: bool) -> dict[str, int]:
-        """Return the most bytes by kind; `accumulates`: steps have several micro-batches."""
+    def peaks(self, course: Course) -> dict[str, int]:
+        """Return the most bytes by kind."""
+        ...
+
+    def with_moments(self, num_moments: int) -> Prediction:
+        """Return the prediction with an optimizer of so many states an element."""
         ...
 
     def smallest_change(self, shortage: int) -> str:
@@ -35,6 +57,7 @@ class RunFacts:
         description: the choices of the plan, in words.
         notes: exceptions to the plan.
         most_kept: bytes of unsharded weights that `onefold.generating` kept, or more.
+        most_shown: bytes of the buffers of `onefold.unsharded`.
         most_backwards: backwards before one step, outside of `accumulate`.
     """
 
@@ -42,6 +65,7 @@ class RunFacts:
     predictions: list[Prediction] = field(default_factory=list[Prediction])
     notes: tuple[str, ...] = ()
     most_kept: int = 0
+    most_shown: int = 0
     most_backwards: int = 0
     _num_backwards: int = 0  # since the last step
     _has_accumulated: bool = False
@@ -54,6 +78,10 @@ class RunFacts:
     def note_kept(self, nbytes: int) -> None:
         """Evaluations keep up to so many bytes of unsharded weights."""
         self.most_kept = max(self.most_kept, nbytes)
+
+    def note_shown(self, nbytes: int) -> None:
+        """`onefold.unsharded` shows so many bytes of weights, in buffers of its own."""
+        self.most_shown = max(self.most_shown, nbytes)
 
     def begin_backward(self, *, is_first: bool) -> None:
         """A backward begins, the `is_first` one since gradients were cleared."""
@@ -70,11 +98,12 @@ class RunFacts:
         self.most_backwards = max(self.most_backwards, self._num_backwards)
         self._num_backwards = 0
 
-    def predicted_peaks(self) -> dict[str, int]:
+    def predicted_peaks(self, events: Iterable[Noted] = ()) -> dict[str, int]:
         """Return the highest prediction: one for all the shares that the run has had."""
+        course = Course(self._has_accumulated, tuple(events), self.most_kept, self.most_shown)
         highest: dict[str, int] = {}
         for prediction in self.predictions:
-            for kind, nbytes in prediction.peaks(accumulates=self._has_accumulated).items():
+            for kind, nbytes in prediction.peaks(course).items():
                 highest[kind] = max(nbytes, highest.get(kind, 0))
         return highest
 

@@ -90,7 +90,7 @@ class Schedule:
         out: list[Action] = []
         if self.forward_depth == 0 and phase is not Phase.BACKWARD:
             self.successors.begin(phase)
-            self.open_calls.begin_walk(self._clock)
+            self.open_calls.begin_walk(self._clock, phase, self.driven)
             self.uses.begin()
             if phase is Phase.FORWARD and not self.is_driven:  # training goes on
                 out += self.keep(frozenset())
@@ -108,14 +108,14 @@ class Schedule:
         self.uses.enter(unit)
         if not self.driven.is_suspended:
             self._unshard(unit, phase, out)
-        return Call(unit, self._clock, self.open_calls.walk), out
+        return self.open_calls.open(unit, self._clock), out
 
     def leave(
         self, call: Call, module: Hashable, num_modules: int, *, is_recompute: bool
     ) -> list[Action]:
         """A forward is over (`module` None: by an exception): free a unit after its last module."""
         self._clock += 1
-        call.finish(self._clock)
+        self.open_calls.leave(call, self._clock, module, num_modules)
         unit = call.unit
         out: list[Action] = []
         if not self.uses.leave(unit) or is_recompute or self.driven.is_suspended:
@@ -130,6 +130,7 @@ class Schedule:
         self.forward_depth = max(0, self.forward_depth - 1)
         if self.forward_depth == 0 and phase is not Phase.BACKWARD:
             self.uses.begin()
+            self.open_calls.diary.end_forward()
             for unit in range(len(self.units)):
                 is_next = self.policy.is_cyclic and unit in self.ahead
                 self._hide(unit, out, frees=self.policy.frees_after_forward and not is_next)
@@ -161,7 +162,7 @@ class Schedule:
             self._hide(unit, out, frees=is_over and self.policy.frees_after_forward)
             if is_over:
                 out.append((Verb.REST, NO_UNIT))
-        return Call(unit, self._clock, self.open_calls.walk), out
+        return self.open_calls.open(unit, self._clock, is_module=False), out
 
     def gather(self, units: Iterable[int]) -> list[Action]:
         """Begin to gather `units` before their modules run."""
@@ -179,6 +180,7 @@ class Schedule:
 
     def hold(self, unit: int) -> None:
         """A graph or an output refers to the unsharded weights: they stay until backward ends."""
+        self.open_calls.hold(unit)
         self._held.add(unit)
 
     # backward
@@ -231,6 +233,7 @@ class Schedule:
         late, self._late = self._late, []
         for successor in late:
             self._gather(successor, out, is_ahead=True)
+        self.open_calls.diary.note_gradient(unit, member)
         self.reductions.note_gradient(unit, member, out, waits=self.driven.joins_backwards)
         self._step_reduced(out)
         return out
@@ -251,6 +254,7 @@ class Schedule:
     def end_backward(self) -> list[Action]:
         """Autograd is done: free units, finish reductions."""
         out: list[Action] = []
+        self.open_calls.diary.end()
         self._end_calls()
         for unit in range(len(self.units)):
             if not self.builds_graph:

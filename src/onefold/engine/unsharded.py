@@ -69,6 +69,7 @@ def _show_all(engine: Engine, shown: dict[UnitParameter, nn.Parameter]) -> list[
     engine.note_structure()  # an adapter may have been deleted since the last forward
     buffers = [_show_unsharded(unit, shown) for unit in engine.units]
     engine.context.routes.rest()
+    engine.facts.note_shown(sum(buffer.tensor.nbytes for buffer in buffers))
     return buffers
 
 

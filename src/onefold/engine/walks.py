@@ -4,6 +4,7 @@ Call, OpenCalls which calls of modules backward will reach, and is not through w
 ModuleUses      how many modules of each unit run, and which have run
 Successors      the order in which the last walk used units, so the next gather starts early
 EarlySteps      which offloaded units backward steps, and how many at a time
+Diary           the events of a micro-batch, for a prediction
 """
 
 from __future__ import annotations
@@ -11,9 +12,84 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from enum import StrEnum
 from itertools import pairwise
+from typing import NamedTuple
 from weakref import WeakSet
 
 from onefold.engine.driving import Action, Drive, Verb
+
+
+class EventKind(StrEnum):
+    """An event that torch announces to an engine."""
+
+    BEGIN = "begin"  # one more forward of the root, before a backward
+    ENTER = "enter"  # a module that uses a unit starts, in forward
+    AGAIN = "again"  # the same in a recompute, which belongs to backward
+    LEAVE = "leave"  # the module's forward is over
+    USE = "use"  # an operation outside the unit's modules needs unsharded weights
+    HOLD = "hold"  # a graph or an output refers to unsharded weights
+    END_FORWARD = "end_forward"
+    EXPECT = "expect"  # the module's outputs are watched
+    BACKWARD = "backward"  # autograd reaches them
+    GRAD = "grad"  # autograd has accumulated the gradient of one parameter
+    END = "end"  # of backward
+
+
+class Noted(NamedTuple):
+    """An event of a unit; see `onefold.planner.work.Event`. `call` of `GRAD`: the parameter."""
+
+    kind: EventKind
+    unit: int = -1
+    call: int = -1
+    module: Hashable = -1
+    num_modules: int = 1
+
+
+class Diary:
+    """The events of the first micro-batch that trains, until its backward is over.
+
+    A prediction plays them again: tied weights and shared modules keep a unit unsharded for longer
+    than the order of modules says.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[Noted] = []
+        self.is_complete = self._is_open = self._is_backward = False
+
+    def begin(self, *, is_plain: bool, goes_on: bool) -> None:
+        """A forward of the root starts; `is_plain`: it trains, and a plain loop drives.
+
+        `goes_on`: backward will reach calls of the forward before, too.
+        """
+        self._is_open, self._is_backward = is_plain and not self.is_complete, False
+        if goes_on:
+            self.note(EventKind.BEGIN)
+        elif self._is_open:
+            self.events.clear()
+
+    def end_forward(self) -> None:
+        """The root's forward is over."""
+        self.note(EventKind.END_FORWARD)
+
+    def note(
+        self, kind: EventKind, unit: int = -1, call: int = -1, module: Hashable = -1,
+        num_modules: int = 1,
+    ) -> None:  # fmt: skip
+        """Note an event of the micro-batch."""
+        if self._is_open:
+            self._is_backward |= kind is EventKind.BACKWARD
+            is_again = kind is EventKind.ENTER and self._is_backward
+            kind = EventKind.AGAIN if is_again else kind
+            self.events.append(Noted(kind, unit, call, module, num_modules))
+
+    def note_gradient(self, unit: int, member: int) -> None:
+        """Autograd has accumulated the gradient of one parameter."""
+        self.note(EventKind.GRAD, unit, member)
+
+    def end(self) -> None:
+        """A backward is over."""
+        if self._is_open and self._is_backward:
+            self.note(EventKind.END)
+            self.is_complete, self._is_open = True, False
 
 
 class Call:
@@ -44,19 +120,36 @@ class OpenCalls:
     def __init__(self, num_units: int) -> None:
         self._calls: list[WeakSet[Call]] = [WeakSet() for _ in range(num_units)]
         self._begun: list[Call] = []  # backward has reached them, and is not through with them
+        self.diary = Diary()
         self.walk = 0  # the forward of the root that runs, or whose backward runs
 
     def grow(self, num_units: int) -> None:
         """More units came."""
         self._calls += [WeakSet() for _ in range(num_units)]
 
+    def open(self, unit: int, clock: int, *, is_module: bool = True) -> Call:
+        """A module starts, or an operation outside the unit's modules is over."""
+        self.diary.note(EventKind.ENTER if is_module else EventKind.USE, unit, clock)
+        return Call(unit, clock, self.walk)
+
+    def leave(self, call: Call, clock: int, module: Hashable, num_modules: int) -> None:
+        """The forward of a call is over."""
+        call.finish(clock)
+        self.diary.note(EventKind.LEAVE, call.unit, call.started, module, num_modules)
+
+    def hold(self, unit: int) -> None:
+        """A graph or an output refers to the unit's unsharded weights."""
+        self.diary.note(EventKind.HOLD, unit)
+
     def add(self, call: Call) -> None:
         """Backward will reach a call."""
+        self.diary.note(EventKind.EXPECT, call.unit, call.started)
         self._calls[call.unit].add(call)
 
-    def begin_walk(self, clock: int) -> None:
+    def begin_walk(self, clock: int, phase: Phase, driven: Drive) -> None:
         """A forward of the root starts."""
-        self.walk = clock
+        self.walk, is_plain = clock, phase is Phase.FORWARD and driven.is_plain
+        self.diary.begin(is_plain=is_plain, goes_on=any(self._calls))
 
     def reach(self, call: Call) -> list[Call]:
         """Backward reaches a call; return the calls that it is through with, for `close`."""
@@ -65,6 +158,7 @@ class OpenCalls:
 
     def begin(self, call: Call) -> None:
         """Backward begins with a call."""
+        self.diary.note(EventKind.BACKWARD, call.unit, call.started)
         self._begun.append(call)
 
     def begun_units(self) -> set[int]:

@@ -20,6 +20,7 @@ import torch
 
 from onefold import accelerator
 from onefold.errors import ConfigError
+from onefold.text import parse_nbytes
 from onefold.tier.host import free_host_bounds
 from onefold.wire.collectives import Group
 from onefold.wire.together import collect
@@ -128,17 +129,24 @@ class RankMemory:
         users = Users.of(everyone)
         return min(map(users.part, everyone))
 
-    def room_to_keep(self, budget: int | None = None) -> int:
+    def room_to_keep(self, budget: int | str | None = None) -> int:
         """Return the bytes of unsharded weights that every rank may keep. A collective.
 
-        `budget`: the most bytes on this rank. A share is left for activations.
+        `budget`: the most bytes on this rank, or a text such as "2GiB". A share is left for
+        activations.
         """
         most = min(collect(self.group, lambda: most_of_budget(budget)))
         return min(room_of(self.free_on_all()), most)
 
 
-def most_of_budget(budget: int | None) -> int:
-    """Return the most bytes that a budget allows; `ConfigError` where it is not a number."""
-    if budget is not None and (not isinstance(budget, int) or budget < 0):  # pyright: ignore
-        raise ConfigError("a budget in bytes, from 0 on", repr(budget), hint="e.g. 2**30")
+def most_of_budget(budget: int | str | None, *, least: int = 0) -> int:
+    """Return the most bytes that a budget allows, such as "2GiB".
+
+    Raises `ConfigError` where it is not a number of at least `least` bytes.
+    """
+    if isinstance(budget, str):
+        budget = parse_nbytes("budget", budget)
+    if budget is not None and (type(budget) is not int or budget < least):
+        hint = 'budget="2GiB"; None takes what is free on the device'
+        raise ConfigError(f"a budget in bytes, from {least} on", repr(budget), hint=hint)
     return sys.maxsize if budget is None else budget

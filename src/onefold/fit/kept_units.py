@@ -151,7 +151,7 @@ def trained_units(engine: Engine) -> GatheredUnits:
     return GatheredUnits.of(engine.schedule.units, engine.policy.prefetch, trains)
 
 
-def units_to_keep(engine: Engine, budget: int | None) -> frozenset[int]:
+def units_to_keep(engine: Engine, budget: int | str | None) -> frozenset[int]:
     """Choose the units that stay unsharded between evaluations; a collective where units move.
 
     `budget`: bytes of unsharded weights, at most; None: what fits.

@@ -16,7 +16,7 @@ from onefold.config import Inference, Offload, Precision, nearest_word, offload_
 from onefold.engine.registry import engine_of
 from onefold.engine.watch import in_backward
 from onefold.errors import ConfigError, StateError
-from onefold.fit.bounds import RankMemory
+from onefold.fit.bounds import RankMemory, most_of_budget
 from onefold.fit.kept_units import gathered_units, units_to_keep, with_residents
 from onefold.layout.module_tree import ModuleTree
 from onefold.layout.units import UnitPlan, repeated_blocks
@@ -31,7 +31,7 @@ MIN_TILE_NBYTES = 1 << 20
 
 
 def examine_stream(
-    module: nn.Module, ranks: Ranks, *, budget: int | None, rest: str | None, offload: object
+    module: nn.Module, ranks: Ranks, *, budget: int | str | None, rest: str | None, offload: object
 ) -> tuple[Arguments, list[KeptExact]]:
     """Check the arguments on all ranks, freeze the module and pack its weights. A collective.
 
@@ -86,12 +86,12 @@ class _Unread:
         return True
 
 
-def _checked(tree: ModuleTree, budget: int | None, rest: str | None, offload: object) -> Choices:
+def _checked(
+    tree: ModuleTree, budget: int | str | None, rest: str | None, offload: object
+) -> Choices:
     """The choices, without touching anything; `ConfigError` for some that cannot work."""
     checks.check_module(tree)
-    if budget is not None and (type(budget) is not int or budget < 1):
-        hint = "2 << 30 is 2 GiB; None takes what is free on the device"
-        raise ConfigError("budget to be a number of bytes, or None", repr(budget), hint=hint)
+    most = most_of_budget(budget, least=1)
     if rest not in (None, "int8", "int4"):
         hint = nearest_word(rest, ("int8", "int4")) or "int8 loses least"
         raise ConfigError('rest to be None (exact), "int8" or "int4"', repr(rest), hint=hint)
@@ -99,7 +99,7 @@ def _checked(tree: ModuleTree, budget: int | None, rest: str | None, offload: ob
     tiers = _files_of(tree, rest) if reads_files else _tiers_of(offload)
     return Choices(
         stage=3, offload=tiers, precision=Precision(frozen=rest),
-        inference=Inference(budget or 0, reads_files=reads_files),
+        inference=Inference(0 if budget is None else most, reads_files=reads_files),
     )  # fmt: skip
 
 
@@ -128,13 +128,13 @@ def _tiers_of(offload: object) -> Offload:
     raise ConfigError(wanted, repr(offload), hint=hint)
 
 
-def _tiled(tree: ModuleTree, budget: int, rest: str | None, offload: object) -> Choices:
+def _tiled(tree: ModuleTree, budget: int | str, rest: str | None, offload: object) -> Choices:
     """The choices; large tables and heads in row blocks, unless the budget holds all weights."""
     choices = _checked(tree, budget, rest, offload)
     parameters = list(tree.root.parameters())
     total = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     blocks = repeated_blocks(tree.root)
-    if total <= budget or not blocks:
+    if total <= most_of_budget(budget) or not blocks:
         return choices
     largest = max(sum(p.numel() * p.element_size() for p in block.parameters()) for block in blocks)
     tiers = replace(offload_of(choices.offload), tile=max(MIN_TILE_NBYTES, largest))
@@ -142,7 +142,7 @@ def _tiled(tree: ModuleTree, budget: int, rest: str | None, offload: object) -> 
 
 
 @contextmanager
-def generating(module: nn.Module, budget: int | None = None) -> Iterator[None]:
+def generating(module: nn.Module, budget: int | str | None = None) -> Iterator[None]:
     """Keep weights unsharded between forwards without gradients: to generate or evaluate.
 
     A collective on entry. At stage 3 every forward gathers every unit, so that `generate` of n
@@ -156,9 +156,9 @@ def generating(module: nn.Module, budget: int | None = None) -> Iterator[None]:
 
     Args:
         module: one that `shard` has sharded.
-        budget: bytes of unsharded weights, at most. Default, and upper limit: three quarters of
-            the free memory of the rank that has the least, where the others leave room for
-            activations and a cache of keys and values.
+        budget: bytes of unsharded weights, at most, or a text such as "2GiB". Default, and upper
+            limit: three quarters of the free memory of the rank that has the least, where the
+            others leave room for activations and a cache of keys and values.
 
     Raises:
         StateError: inside a forward or backward of the module.

@@ -200,6 +200,7 @@ class ByteHands:
             if event.call not in partial:
                 partial[event.call] = nbytes[event.call]
                 self._counter.add("partial_grad", nbytes[event.call])
+                self._counter.see()  # a reduction may land before the next one begins
         self.do(actions)
         if event.kind is EventKind.AGAIN:
             self._hides_reduction = self._recipe.device_type == "cpu"
@@ -225,6 +226,15 @@ class ByteHands:
         widened = 4 * min(block, max(unit.rest_numel for unit in self._units))  # to fp32
         counter.add("staging", widened if any(unit.master for unit in self._units) else 0)
         counter.see()
+
+    def show(self, nbytes: int) -> None:
+        """The user looks at unsharded parameters, in buffers of `nbytes` of their own."""
+        self._counter.enter("unsharded", "")
+        self._counter.add("unsharded", nbytes)
+        for index, unit in enumerate(self._units):
+            self.take(index, "gather", unit.messages.gather.buffers)
+            self._counter.see()
+            self.give(index, "gather", unit.messages.gather.buffers)
 
     # buffers of messages
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from math import inf
 from types import MappingProxyType
 
@@ -138,6 +139,8 @@ def machine_of(name: str) -> Machine:
     known = name.strip().lower()
     known = _SHORT.get(known, known)
     if known not in MACHINES:
-        hint = "describe any other machine with onefold.planner.machines.Machine(...)"
-        raise ConfigError(f"one of {', '.join(MACHINES)}", repr(name), hint=hint)
+        close = get_close_matches(known, MACHINES, n=1)
+        other = "describe any other machine with onefold.planner.machines.Machine(...)"
+        hint = f"did you mean {close[0]}?" if close else other
+        raise ConfigError(f"a GPU among {', '.join(MACHINES)}", repr(name), hint=hint)
     return MACHINES[known]

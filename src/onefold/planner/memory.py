@@ -16,13 +16,15 @@ from torch import nn
 
 from onefold.config import Offload, Precision, stage_of
 from onefold.engine.policy import UnitFacts, policy_of
+from onefold.engine.run_facts import Course
 from onefold.engine.schedule import Schedule
+from onefold.engine.walks import Noted
 from onefold.layout.units import UnitPlan
 from onefold.planner.byte_hands import ByteCounter, ByteHands, Holding, Moment
 from onefold.planner.message_counts import PlannedUnit, planned_unit
 from onefold.planner.replay import Replay, plain_events
 from onefold.planner.trace import Trace
-from onefold.planner.work import UnitWork, Work
+from onefold.planner.work import Event, UnitWork, Work
 from onefold.recipe import Member, Recipe, UnitRecipe
 from onefold.text import format_bytes
 
@@ -117,12 +119,12 @@ class Forecast:
 
 def forecast(
     trace: Trace, recipe: Recipe, *, accumulate: int = 1, has_timeline: bool = False,
-    window: frozenset[int] | None = None, rank: int | None = None,
+    window: frozenset[int] | None = None, rank: int | None = None, shown: int = 0,
 ) -> Forecast:  # fmt: skip
     """Play one step of `accumulate` micro-batches, each as in `trace`.
 
     `window`: the units that a pipeline's schedule keeps. `rank`: whose share of the states is
-    played; None: the largest.
+    played; None: the largest. `shown`: bytes of `onefold.unsharded` after the step.
     """
     units = [planned_unit(unit, recipe, rank) for unit in trace.units]
     facts = facts_of(units, recipe)
@@ -139,6 +141,8 @@ def forecast(
         counter.enter("forward", "")
         replay.micro_batch(hands, is_last=micro + 1 == accumulate)
     hands.step()
+    if shown:
+        hands.show(shown)
     return Forecast(
         recipe, counter.peak, counter.peaks, counter.most, resting, tuple(counter.timeline),
         {name: nbytes for name, nbytes in hands.sent.items() if nbytes},
@@ -183,15 +187,19 @@ def estimated(plans: Sequence[UnitPlan], tokens: int, precision: Precision) -> T
     return _trace(units, kept, 8 * tokens, joined)
 
 
-def bare(units: Sequence[UnitRecipe]) -> Trace:
-    """Trace a micro-batch without activations: only the engine's own bytes, which are exact."""
+def bare(units: Sequence[UnitRecipe], events: Sequence[Event] = ()) -> Trace:
+    """Trace a micro-batch without activations: only the engine's own bytes, which are exact.
+
+    `events`: those of a run; by default each unit is used once, in order.
+    """
     works = [
         replace(_unit(unit.name, unit.members, Work(), Work()), data_ranks=unit.ranks)
         for unit in units
     ]
     # a unit with a mesh of its own is a part of the block before, which stays unsharded around it
     joined = [unit.is_joined or (i > 0 and unit.ranks > 0) for i, unit in enumerate(units)]
-    return _trace(works, [0] * len(works), 0, joined)
+    plain = _trace(works, [0] * len(works), 0, joined)
+    return replace(plain, events=tuple(events)) if events else plain
 
 
 def _unit(name: str, members: tuple[Member, ...], forward: Work, backward: Work) -> UnitWork:
@@ -224,15 +232,25 @@ class Expectation:
     recipe: Recipe
     rank: int | None = None  # whose share is expected; None: the largest
 
-    def peaks(self, *, accumulates: bool) -> dict[str, int]:
+    def with_moments(self, num_moments: int) -> Expectation:
+        """Expect an optimizer with so many states an element."""
+        return replace(self, recipe=replace(self.recipe, num_moments=num_moments))
+
+    def peaks(self, course: Course) -> dict[str, int]:
         """Return the most bytes of each kind in CPU and device memory, and of all ("all")."""
-        recipe, rank = self.recipe, self.rank if self.recipe.shares else None
-        step = forecast(bare(recipe.units), recipe, accumulate=1 + accumulates, rank=rank)
-        kinds: dict[str, int] = {}
-        for (kind, tier), nbytes in step.most.items():
-            if tier != "disk":
-                kinds[kind] = kinds.get(kind, 0) + nbytes
-        return kinds | {"all": step.peaks["device"] + step.peaks.get("cpu", 0)}
+        recipe, rank = self.recipe, self.rank
+        known = (event for event in course.events if event.unit < len(recipe.units))
+        trace = bare(recipe.units, [_event(event) for event in known])
+        step = forecast(
+            trace, recipe, accumulate=1 + course.accumulates, rank=rank, shown=course.most_shown
+        )
+        kinds = _without_disk(step.most)
+        kinds["all"] = step.peaks["device"] + step.peaks.get("cpu", 0)
+        resting = _without_disk(step.resting)
+        stays = resting.get("unsharded", 0)
+        kinds["unsharded"] = max(kinds.get("unsharded", 0), course.most_kept)
+        kinds["all"] = max(kinds["all"], sum(resting.values()) - stays + course.most_kept)
+        return kinds
 
     def smallest_change(self, shortage: int) -> str:
         """Describe the nearest way to train that holds `shortage` bytes less."""
@@ -248,3 +266,18 @@ class Expectation:
                 tiers = f', offload="{word}"' if name != "none" else ""
                 return f"stage={number}{tiers} holds {format_bytes(saved)} less"
         return "smaller micro-batches, recompute or more ranks: states alone cannot give as much"
+
+
+def _without_disk(held: Holding) -> dict[str, int]:
+    """Return bytes by kind in CPU and device memory."""
+    kinds: dict[str, int] = {}
+    for (kind, tier), nbytes in held.items():
+        if tier != "disk":
+            kinds[kind] = kinds.get(kind, 0) + nbytes
+    return kinds
+
+
+def _event(noted: Noted) -> Event:
+    """Return an event of a run, as a trace without activations has it."""
+    kind, unit, call, module, num_modules = noted
+    return Event(kind, unit, call, module=module, num_modules=num_modules)

@@ -83,9 +83,17 @@ class KindPlan:
         return {
             "kind": kind.name, "first_rank": kind.first, "ranks": kind.ranks, "rows": self.rows,
             "share": self.share, "at_rest_nbytes": self.at_rest_nbytes, "nbytes": self.needs,
-            "missing_nbytes": self.missing, "sent_nbytes": self.forecast.sent_nbytes,
+            **room_facts(self.missing), "sent_nbytes": self.forecast.sent_nbytes,
             "seconds": None if step is None else step.seconds,
         }  # fmt: skip
+
+
+def room_facts(missing: Mapping[str, int]) -> dict[str, dict[str, int]]:
+    """Return the bytes that are missing, and those that are free, by place, for JSON."""
+    return {
+        "missing_nbytes": {place: max(0, nbytes) for place, nbytes in missing.items()},
+        "free_nbytes": {place: max(0, -nbytes) for place, nbytes in missing.items()},
+    }
 
 
 @dataclass(frozen=True, slots=True)

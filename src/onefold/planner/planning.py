@@ -252,6 +252,6 @@ def _calibration(where: Cluster, sample: Sample) -> Calibration:
         raise ConfigError(wanted, f"one with machine {name!r}", hint=hint)
     if where.device_type != "cpu" or where.nodes > 1:
         got = f"{where.nodes} nodes" if where.nodes > 1 else "one for GPUs"
-        hint = "step times of GPUs and of several nodes come from data sheets: --cluster h100-80"
+        hint = "step times of GPUs and of several nodes come from data sheets: --gpu h100-80"
         raise ConfigError(wanted, got, hint=hint)
     return measured_here(sample, [min(where.ranks, max(2, usable_cores()))])

@@ -79,6 +79,16 @@ class Replay:
         yield self._schedule.drive(stage.before)
         yield self._schedule.finish()
 
+    def _use(self, event: Event) -> list[Action]:
+        """An operation outside the unit's modules uses it, or a graph refers to it."""
+        schedule = self._schedule
+        if event.kind is EventKind.HOLD:
+            schedule.hold(event.unit)
+            return []
+        shown = schedule.show(event.unit, is_recorded=True)
+        self._calls[event.call], over = schedule.use(event.unit, is_recorded=True)
+        return shown + over
+
     def _answer(self, event: Event) -> list[Action]:
         schedule, calls = self._schedule, self._calls
         match event.kind:
@@ -93,6 +103,10 @@ class Replay:
             case EventKind.EXPECT:
                 schedule.expect_backward(calls[event.call])
                 return []
+            case EventKind.BEGIN:
+                return schedule.begin_forward(Phase.FORWARD)
+            case EventKind.USE | EventKind.HOLD:
+                return self._use(event)
             case EventKind.END_FORWARD:
                 return schedule.end_forward(Phase.FORWARD)
             case EventKind.BACKWARD:

@@ -288,7 +288,7 @@ class Plan:
         elif self.search.recipe.device_type == "cpu":
             yield "step times: --calibrate measures this machine"
         else:
-            yield "step times: name a machine with --cluster, as in --cluster h100-80"
+            yield "step times: name a GPU, as in --gpu h100-80"
         places = {place for row in self.rows for place in row.unchecked}
         if places:
             flag_of = {place: flag for place, flag in SIZE_FLAGS.items() if place in places}

@@ -13,7 +13,7 @@ from onefold.planner.composition import Composition, compose
 from onefold.planner.costs import Conditions
 from onefold.planner.machines import Machine
 from onefold.planner.memory import OFFLOADS, Forecast, forecast
-from onefold.planner.mixed import DeviceKind, MixedJob, MixedSplit
+from onefold.planner.mixed import DeviceKind, MixedJob, MixedSplit, room_facts
 from onefold.planner.planned_axes import Anatomy, ModelAxes
 from onefold.planner.simulate import StepTime, simulate
 from onefold.planner.trace import Trace
@@ -156,7 +156,7 @@ class Row:
             "rows": self.rows,
             "fits": self.fits,
             "nbytes": self.needs,
-            "missing_nbytes": self.missing,
+            **room_facts(self.missing),
             "device_nbytes": self.groups,
             "at_peak": {"phase": self.forecast.peak.phase, "unit": self.forecast.peak.unit},
             "wire": self.wire.name,

@@ -5,28 +5,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from onefold.engine.walks import EventKind
 from onefold.planner.costs import Cost, LinkGroup, gather_cost, reduce_cost
 
 if TYPE_CHECKING:
     from onefold.planner.machines import Machine
     from onefold.recipe import Member
-
-
-class EventKind(StrEnum):
-    """An event that torch announces to an engine."""
-
-    ENTER = "enter"  # a module that uses a unit starts, in forward
-    AGAIN = "again"  # the same in a recompute, which belongs to backward
-    LEAVE = "leave"  # the module's forward is over
-    END_FORWARD = "end_forward"
-    EXPECT = "expect"  # the module's outputs are watched
-    BACKWARD = "backward"  # autograd reaches them
-    GRAD = "grad"  # autograd has accumulated the gradient of one parameter
-    END = "end"  # of backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +27,7 @@ class Event:
     now: int = 0  # activations and temporaries, at the event
     peak: int = 0  # the most of them since the event before
     logits: int = 0  # of `peak`: the module's outputs and tensors that the loss made of them
-    module: int = -1  # of `LEAVE`: which module
+    module: Hashable = -1  # of `LEAVE`: which module
     num_modules: int = 1  # of `LEAVE`: how many modules use the unit
 
 

@@ -26,7 +26,13 @@ from torch.optim import Optimizer
 
 from onefold.adapters.hf.conflicts import COMPUTE, refuse_device_map, refuse_other_engines
 from onefold.adapters.hf.saving import WholeWeights
-from onefold.adapters.hf.wrap import cast_outputs, is_prepared, mark_prepared, run_under_autocast
+from onefold.adapters.hf.wrap import (
+    PREPARED,
+    cast_outputs,
+    is_prepared,
+    mark_prepared,
+    run_under_autocast,
+)
 from onefold.adapters.versions import warn_if_untested
 from onefold.api import shard
 from onefold.checkpoint import agreement
@@ -42,6 +48,7 @@ from onefold.errors import ConfigError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
 
 _ATTRIBUTE: Final = "_onefold_adopted"
 _FOLDER: Final = "onefold"
@@ -54,10 +61,11 @@ def adopt(
 ) -> tuple[nn.Module, Any]:
     """Shard a model for an Accelerate loop, in place. A collective, before `prepare`.
 
-    Afterwards `accelerator.prepare(model, optimizer, loader, scheduler)` returns this module as it
-    is. `accumulate`, `backward`, `clip_grad_norm_`, schedulers and `gather_for_metrics` work as
-    with one process for each device. `save_state` and `load_state` write and read shards, at any
-    world size and stage; every rank calls them.
+    The optimizer is returned prepared, and the module is one that Accelerate uses as it is: prepare
+    the loader and the scheduler. `accelerator.prepare` returns both unchanged. `accumulate`,
+    `backward`, `clip_grad_norm_`, schedulers and `gather_for_metrics` work as with one process for
+    each device. `save_state` and `load_state` write and read shards, at any world size and stage;
+    every rank calls them.
 
     `accelerator.get_state_dict(model)` and `save_model` gather unsharded tensors on rank 0, as with
     FSDP: every rank calls them, and the others get {}. Every rank calls the `save_pretrained` of a
@@ -76,7 +84,8 @@ def adopt(
             weights of that dtype instead: they travel in half the bytes.
 
     Returns:
-        The same model and the same optimizer.
+        The same model, and the optimizer as `accelerator.prepare` wraps it. An optimizer that is
+        not prepared would step in every micro-batch.
 
     Raises:
         ConfigError: another engine is active, `mixed_precision` and `precision` disagree, or the
@@ -84,8 +93,8 @@ def adopt(
 
     Example:
         >>> accelerator = Accelerator(gradient_accumulation_steps=4)
-        >>> onefold.hf.adopt(accelerator, model, optimizer, stage=3)
-        >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        >>> model, optimizer = onefold.hf.adopt(accelerator, model, optimizer, stage=3)
+        >>> loader = accelerator.prepare(loader)
     """
     warn_if_untested("accelerate")
     _check(accelerator, model, optimizer)
@@ -96,8 +105,13 @@ def adopt(
     mark_prepared(model)
     _honour_precision(accelerator, model, precision)
     WholeWeights.of(model, Path(accelerator.project_dir or "."))
-    AdoptedModels.of(accelerator).add(model, optimizer)
-    return model, optimizer
+    adopted = AdoptedModels.of(accelerator)
+    adopted.add(model, optimizer)
+    prepared = [adopted.prepare_optimizer(part) for part in as_list(optimizer)]
+    accelerator.prepare_model(model)
+    if isinstance(optimizer, list | tuple):
+        return model, prepared
+    return model, prepared[0] if prepared else None
 
 
 def _check(accelerator: Any, model: Any, optimizer: Any) -> None:
@@ -248,8 +262,13 @@ class AdoptedModels:
 
     def __init__(self, accelerator: Any) -> None:
         self._adopted: list[tuple[ReferenceType[nn.Module], list[LocalState]]] = []
-        self._gather_others = accelerator.get_state_dict
+        self._prepared: list[AcceleratedOptimizer] = []
+        self._gather_others, self._prepare = (
+            accelerator.get_state_dict,
+            accelerator.prepare_optimizer,
+        )
         accelerator.get_state_dict = self.get_state_dict
+        accelerator.prepare_optimizer = self.prepare_optimizer
         saving = _LastHook(accelerator.register_save_state_pre_hook, self._save)
         loading = _LastHook(accelerator.register_load_state_pre_hook, self._load)
         accelerator.register_save_state_pre_hook = saving.register
@@ -265,6 +284,16 @@ class AdoptedModels:
     def add(self, model: nn.Module, optimizer: object) -> None:
         """Save and load one more sharded model, with its optimizers."""
         self._adopted.append((ref(model), [LocalState(part) for part in as_list(optimizer)]))
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """Wrap an optimizer as Accelerate does; return the same wrapper for the same optimizer."""
+        known = [one for one in self._prepared if optimizer in (one, one.optimizer)]
+        if known:
+            return self._prepare(known[0], device_placement)  # which notes it, and wraps no more
+        wrapper = self._prepare(optimizer, device_placement)
+        setattr(wrapper, PREPARED, True)
+        self._prepared.append(wrapper)
+        return wrapper
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Gather a sharded model's tensors on rank 0, {} elsewhere; a collective.

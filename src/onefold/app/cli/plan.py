@@ -34,6 +34,7 @@ best way. Nothing is run: one micro-batch is traced without values. With
 --calibrate CPU ranks of this machine are measured first, and step times are
 theirs. Without arguments: the tiny preset on this machine.
 
+  onefold plan --model llama-8b --gpu h100-80
   onefold plan --model config.json --gpus 8 --nodes 8 --mem 80GiB --seq 4096"""
 
 AXES = {
@@ -56,7 +57,8 @@ def add_to(commands: SubParsers) -> None:
     add = add_command(commands, "plan", run, "will it fit, which stage, how fast", DESCRIPTION)
     # fmt: off
     add("--model", default="tiny", metavar="NAME|config.json|module:function",
-        help="a preset, a Hugging Face config, or a function that returns a module")
+        help="a preset, a Hugging Face config, or a function that returns a module; presets: "
+        "llama-8b, llama-70b, mixtral-8x7b, qwen3-30b-a3b, and those of `onefold train`")
     add("--gpus", type=positive, metavar="N", help="GPUs of a node (default: those of this "
         "machine)")
     add("--ranks", type=positive, metavar="N", help="plan for N processes of a node on the CPU "
@@ -81,9 +83,9 @@ def add_to(commands: SubParsers) -> None:
     add("--recompute", action="store_true", help="run blocks again in backward")
     for axis, meaning in AXES.items():
         add(f"--{axis}", type=positive, default=1, metavar="N", help=meaning)
-    add("--cluster", metavar="MACHINE", help="predict step times on such machines, and how they "
-        "scale: a100-40, a100-80, h100-80, h200, b200 ... With counts, all devices there are, also "
-        "of several kinds: \"8xh100-80 + 16xa100-40\"")
+    add("--gpu", "--cluster", dest="cluster", metavar="MACHINE", help="predict step times on such "
+        "GPUs, and how they scale: a100-40, a100-80, h100-80, h200, b200 ... With counts, all "
+        "devices there are, also of several kinds: \"8xh100-80 + 16xa100-40\"")
     add("--calibrate", nargs="?", const=True, default=False, metavar="MODEL", help="measure CPU "
         "ranks here and predict their step times; with the name of a smaller model, measure that")
     add("--inference", action="store_true", help="plan `onefold generate` instead: passes over "
@@ -176,7 +178,7 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
     elif memory is None and has_gpus:
         memory = accelerator.memory().total
     elif memory is None:
-        hint = "--mem 80GiB, or --cluster h100-80"
+        hint = "--mem 80GiB, or --gpu h100-80"
         raise ConfigError("--mem with --gpus", "none", hint=hint)
     return Cluster(
         ranks=count, nodes=arguments.nodes, device_type="cuda" if on_gpus else "cpu",

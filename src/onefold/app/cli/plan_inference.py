@@ -183,7 +183,7 @@ def _verdict(plan: InferencePlan) -> str:
 def _notes(plan: InferencePlan) -> Iterator[str]:
     machine = plan.ask.machine
     if machine is None:
-        yield "?: no times without --cluster MACHINE"
+        yield "?: no times without --gpu MACHINE"
     elif machine.name == "this machine":
         disk = f", disk {format_rate(machine.disk_rate)}" if plan.ask.offload == "disk" else ""
         yield f"measured here: memory {format_rate(machine.memory_rate)}{disk}, for a rank"

@@ -25,7 +25,7 @@ from onefold.checkpoint.offline import export
 from onefold.checkpoint.safetensors import PretrainedFiles
 from onefold.errors import CheckpointError, ConfigError
 from onefold.planner.models.gpt import GPT, PRESETS, VOCAB
-from onefold.planner.models.loader import build_model, check_config, described, refuse
+from onefold.planner.models.loader import build_model, check_config, described, published, refuse
 from onefold.tier.host import no_garbage
 
 CONFIG = "config.json"
@@ -80,10 +80,10 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def _of_files(model: str) -> ModelSource:
-    path = Path(model)
+    path = published().get(model) or Path(model)
     is_folder = path.is_dir()
     config = path / CONFIG if is_folder else path
-    has_config = config.exists() if is_folder else model.endswith(".json")
+    has_config = config.exists() if is_folder else path.suffix == ".json"
     if is_folder:
         _check_files(path)
     if has_config:

@@ -37,8 +37,9 @@ def refuse(model: str, seq: int) -> None:
     elif ":" in model:
         load_function(model)
     else:
-        known = f"a model that is {', '.join(PRESETS)}, a config.json or module:function"
-        close = get_close_matches(model, PRESETS, n=1)
+        names = [*PRESETS, *published()]
+        known = f"a model that is {', '.join(names)}, a config.json or module:function"
+        close = get_close_matches(model.lower(), names, n=1)
         hint = f"did you mean {close[0]!r}?" if close else "a function has a colon: module:function"
         raise ConfigError(known, repr(model), hint=hint)
 
@@ -181,12 +182,17 @@ def described(error: BaseException) -> str:
 # Hugging Face
 
 
+def published() -> dict[str, Path]:
+    """Return the configurations of published models, by the names of these presets."""
+    return {path.stem: path for path in sorted(Path(__file__).with_name("presets").iterdir())}
+
+
 def _is_config(model: str) -> bool:
-    return model.endswith(".json") or Path(model).exists()
+    return model.endswith(".json") or model in published() or Path(model).exists()
 
 
 def _config_path(model: str) -> Path:
-    path = Path(model)
+    path = published().get(model) or Path(model)
     return path / "config.json" if path.is_dir() else path
 
 

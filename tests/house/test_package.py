@@ -1,0 +1,88 @@
+"""What a package index, a citation and the host of the repository are told about the project."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import onefold
+
+ROOT = Path(__file__).parent.parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+TOOL = runpy.run_path(str(ROOT / "docs" / "tools" / "index_page.py"))
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def test_the_version_has_a_dated_entry_in_the_changelog_and_in_the_citation():
+    newest = re.search(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None
+    version, _, date = newest[1].partition(" - ")
+    assert version == onefold.__version__
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", date)
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["version"], citation["date-released"]) == (version, date)
+    assert citation["license"] == PROJECT["license"]
+    assert [author["name"] for author in citation["authors"]] == [PROJECT["authors"][0]["name"]]
+
+
+def test_the_package_is_typed_and_names_every_python_that_the_workflow_tests():
+    assert "Typing :: Typed" in PROJECT["classifiers"]
+    assert (ROOT / "src" / "onefold" / "py.typed").exists()
+    tests = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]["tests"]
+    heads = "Programming Language :: Python :: 3."
+    named = [line for line in PROJECT["classifiers"] if line.startswith(heads)]
+    assert [line.rpartition(" ")[2] for line in named] == tests["strategy"]["matrix"]["python"]
+    assert PROJECT["requires-python"] == f">={tests['strategy']['matrix']['python'][0]}"
+
+
+@pytest.mark.parametrize("base", ["https://host/owner/onefold/{}/v1", ""])
+def test_the_page_of_the_index_has_no_relative_link(base):
+    readme = (ROOT / "README.md").read_text()
+    assert TOOL["relative_links"](readme) != []
+    page: str = TOOL["index_page"](readme, base)
+    assert TOOL["relative_links"](page) == []
+    assert ("https://host/owner/onefold/blob/v1/docs/" in page) == bool(base)
+    assert re.findall(r"^```.*?^```$", page, re.M | re.S) == re.findall(
+        r"^```.*?^```$", readme, re.M | re.S
+    )
+
+
+def test_a_link_around_an_image_is_absolute_in_both():
+    page = TOOL["index_page"]("[![ci](a.svg)](b.md) `x[0](y)`", "https://host/{}")
+    assert page.startswith("[![ci](https://host/raw/a.svg)](https://host/blob/b.md)")
+    assert TOOL["index_page"]("[text](b.md)![image](a.svg)", "") == "text"
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_runs_targets_of_the_makefile_and_files_that_exist(path):
+    workflow: dict[Any, Any] = yaml.safe_load(path.read_text())
+    makefile = (ROOT / "Makefile").read_text()
+    for job in workflow["jobs"].values():
+        if "uses" in job:
+            assert (ROOT / job["uses"]).exists()
+        for step in job.get("steps", ()):
+            words = step.get("run", "").split()
+            if words[:1] == ["make"]:
+                assert re.search(rf"^{words[1]}:", makefile, re.MULTILINE), words
+            for word in words:
+                assert "/" not in word or "${" in word or (ROOT / word).exists(), word
+
+
+def test_every_target_that_continuous_integration_runs_here_is_in_the_workflow():
+    ran = {line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line[:5] == "make "}
+    text = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    assert {line for line in ran if f"run: {line}" not in text} == set()
+
+
+def test_forms_and_files_of_the_repository_parse_and_name_no_person_or_address():
+    texts = [*(ROOT / ".github").rglob("*.yml"), ROOT / ".pre-commit-config.yaml"]
+    for path in texts:
+        assert yaml.safe_load(path.read_text())
+    for name in ("SECURITY.md", "CODE_OF_CONDUCT.md", "CITATION.cff", "Dockerfile"):
+        assert "@" not in (ROOT / name).read_text()
