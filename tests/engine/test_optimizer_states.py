@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 
 import onefold
 from tests.support.ranks import run_processes, run_ranks, seeded
@@ -173,3 +174,41 @@ def test_torchs_full_optimizer_state_goes_from_rank_0s_file_to_every_rank(stage,
 
     for weights in run_ranks(world_size, load):
         assert all(map(torch.equal, weights, wanted))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("loads", ["onefold.load", "load_state_dict"])
+@pytest.mark.parametrize("make", [ADAMW, MUON])
+def test_loaded_state_of_a_parameter_that_no_step_moves_is_shown_and_saved(
+    world_size, loads, make, tmp_path
+):
+    """A frozen layer keeps its loaded moments; once trained, it goes on from them."""
+    folder = str(tmp_path)
+
+    def body(rank):
+        module, optimizer = ready(make, 3)
+        steps(module, optimizer)
+        module[0].requires_grad_(False)
+        loaded = optimizer.state_dict()
+        if loads == "load_state_dict":
+            for state in loaded["state"].values():
+                for value in filter(torch.is_tensor, state.values()):
+                    value.mul_(2)
+            optimizer.load_state_dict(loaded)
+        else:
+            onefold.save(f"{folder}/first", module, optimizer)
+            onefold.load(f"{folder}/first", module, optimizer)
+        wanted = {name: full(value) for name, value in optimizer.state[module[0].weight].items()}
+        steps(module, optimizer, seed=4)
+        onefold.save(f"{folder}/second", module, optimizer)
+        onefold.load(f"{folder}/second", module, optimizer)
+        got = {name: full(value) for name, value in optimizer.state[module[0].weight].items()}
+        assert got.keys() == wanted.keys()
+        assert all(torch.equal(got[name], value) for name, value in wanted.items())
+        return len(wanted)
+
+    assert sum(run_ranks(world_size, body)) > 0
+
+
+def full(value):
+    return value.full_tensor().clone() if isinstance(value, DTensor) else value.clone()
