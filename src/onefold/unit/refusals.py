@@ -68,6 +68,12 @@ NO_COPY = Refusal(
     "copy modules, and add adapters that copy them (modules_to_save, norms), before "
     "onefold.shard; `weight.detach().clone()` copies this rank's rows",
 )
+MODULE_COPY = Refusal(
+    "a module that is not sharded to copy or pickle",
+    "a sharded one",
+    "onefold.save saves it, onefold.full_state_dict(module) returns plain tensors, and "
+    "onefold.ema(module) keeps an average; copy a module before onefold.shard",
+)
 NO_STORAGE = Refusal(
     "unsharded tensors to write into a file",
     "this rank's rows of a sharded parameter {}",
