@@ -77,7 +77,8 @@ class Drawn:
 
     @property
     def is_lossy(self) -> bool:
-        return self.dtype == "bfloat16" or any(leg.is_lossy for leg in self.legs)
+        narrow = self.dtype == "bfloat16" or any("bfloat16" in block for block in self.blocks)
+        return narrow or any(leg.is_lossy for leg in self.legs)
 
     @property
     def text(self) -> str:

@@ -231,6 +231,8 @@ class Process:
         """Keep a value that is the same on every rank, in full; shards are gathered."""
         if isinstance(value, DTensor):
             value = value.full_tensor()
+        if isinstance(value, Tensor) and value.dtype == torch.bfloat16:
+            value = value.float()  # masters and their moments are wider than plain torch's
         self.noted += 1
         self.seen[f"{self.leg}.{self.noted} {name}"] = (
             value.detach().clone() if isinstance(value, Tensor) else value

@@ -290,12 +290,13 @@ def read_states(p: Process) -> None:
     """Every element of the optimizers' states that belongs to an element of a weight."""
     names = {q: name for name, q in p.model.named_parameters()}
     for optimizer in p.optimizers:
+        if type(optimizer).__name__ in ("Adafactor", "Muon"):
+            continue  # the rank that steps a matrix has its states
         for group in optimizer.param_groups:
             for q in group["params"]:
                 for key, value in sorted(optimizer.state.get(q, {}).items()):
                     if isinstance(value, Tensor) and value.shape == q.shape and value.dim():
-                        wide = value.dtype == torch.bfloat16  # masters' moments are in fp32
-                        p.note(f"{key} of {names[q]}", value.float() if wide else value)
+                        p.note(f"{key} of {names[q]}", value)
 
 
 def read_numbers(p: Process) -> None:
