@@ -52,6 +52,11 @@ NO_BACKWARD = Refusal(
     "a backward",
     "run the module under torch.no_grad(), or shard it with Precision(frozen=) to train adapters",
 )
+TILED_GRAPH = Refusal(
+    "a backward without create_graph through tiled weight {!r}",
+    "one that builds a graph",
+    "leave Offload.tile out to differentiate twice",
+)
 EDIT_OF_PACKED = Refusal(
     "packed weights to be read alone",
     "an edit of quantized numbers in a forward",
