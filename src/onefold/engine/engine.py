@@ -280,9 +280,10 @@ class Engine:
         self.marks.end()
 
     def leave_failed_backward(self) -> None:
-        """An exception ended backward: show sharded parameters. The next use aborts it."""
+        """An exception ended backward: show parameters without its gradients until the abort."""
         if self.schedule.is_backward and not self.is_unsharded:
             for unit in self.units:
+                unit.gradient.discard()
                 unit.reshard(release=False)
 
     def abort_backward(self) -> None:
