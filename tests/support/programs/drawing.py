@@ -77,8 +77,17 @@ class Drawn:
 
     @property
     def is_lossy(self) -> bool:
-        narrow = self.dtype == "bfloat16" or any("bfloat16" in block for block in self.blocks)
-        return narrow or any(leg.is_lossy for leg in self.legs)
+        return self.is_narrow or any(leg.is_lossy for leg in self.legs)
+
+    @property
+    def is_narrow(self) -> bool:
+        """True if plain torch rounds to bfloat16."""
+        return self.dtype == "bfloat16" or any("bfloat16" in block for block in self.blocks)
+
+    @property
+    def diverges(self) -> bool:
+        """True if ranks may use units in different orders, which they may refuse."""
+        return any(word in block for word in ("Gated", "Experts") for block in self.blocks)
 
     @property
     def text(self) -> str:
@@ -183,7 +192,7 @@ def draw_leg(r: random.Random, world: int, optimizer: str) -> DrawnLeg:
     calls: list[str] = []
     for _ in range(r.randint(2, 5)):
         operation = r.choices(names, weights)[0]
-        if searches and operation.name.startswith(("train", "skip", "record")):
+        if searches and operation.name.startswith(("train", "skip", "record", "save_and")):
             calls.append("train_by_closure(p)")
             continue
         arguments = operation.draw(r)

@@ -177,7 +177,8 @@ def hook_modules(p: Process, kind: str = "forward") -> None:
 
 
 def reshare(p: Process, *weights: int) -> None:
-    """Other shares of state between two steps."""
+    """Other shares of state between two steps; gradients do not last."""
+    p.model.zero_grad()
     if not p.is_plain:
         onefold.mixed.reshare(p.model, list(weights[-p.world_size :]))
 

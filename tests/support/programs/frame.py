@@ -231,8 +231,9 @@ class Process:
         """Keep a value that is the same on every rank, in full; shards are gathered."""
         if isinstance(value, DTensor):
             value = value.full_tensor()
-        if isinstance(value, Tensor) and value.dtype == torch.bfloat16:
-            value = value.float()  # masters and their moments are wider than plain torch's
+        if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
+            wide = torch.complex128 if value.is_complex() else torch.float64
+            value = value.to(wide)  # masters and their moments are wider than plain torch's
         self.noted += 1
         self.seen[f"{self.leg}.{self.noted} {name}"] = (
             value.detach().clone() if isinstance(value, Tensor) else value

@@ -86,7 +86,7 @@ class Judge:
                 if other is not None:
                     lines = differences(self._run(other), got, {})
             except Exception as error:
-                return of_exception(error)
+                return of_exception(error, drawn.diverges)
         if lines:
             legs = "".join(leg.text for leg in other.legs) if other else ""
             return Verdict("wrong", "\n".join([f"other bits than\n{legs}", *lines[:12]]))
@@ -139,25 +139,25 @@ def bound(name: str, value: Tensor, shifted: Value, drawn: Drawn) -> float:
     """How far a note may be from that of plain torch."""
     scale = max(value.abs().max().item(), 1e-2)
     sensitivity = distance(value, shifted)
-    narrow = value.dtype == torch.bfloat16 or drawn.dtype == "bfloat16"
-    if sensitivity > (0.2 if narrow else SENSITIVE) * scale:
+    if sensitivity > (0.2 if drawn.is_narrow else SENSITIVE) * scale:
         raise Redrawn(f"rounding alone changes {name} by {sensitivity:.3g}")
-    if drawn.is_lossy or narrow:
+    if drawn.is_lossy:
         return max(scale, 1.0) if "grad" in name or " of " in name else MOVED * LOSSY * scale + 0.3
     return 20 * sensitivity + 20 * RELATIVE * scale
 
 
-def of_exception(error: BaseException) -> Verdict:
-    """A refusal says what was expected and gives a hint; an error of the wire is none."""
+def of_exception(error: BaseException, may_diverge: bool = False) -> Verdict:
+    """A refusal says what was expected and gives a hint; an error of the wire is one seldom."""
     if isinstance(error, Ended):
-        return error.verdict
+        is_named = may_diverge and "another unit" in error.verdict.text
+        return Verdict("refused", error.verdict.text) if is_named else error.verdict
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, TimeoutError) and not isinstance(error, OnefoldError):
         return Verdict("hang", text)
     if isinstance(error, AssertionError):
         return Verdict("wrong", text)
     is_named = isinstance(error, OnefoldError) and "expected" in text and "hint:" in text
-    if is_named and not isinstance(error, WireError):
+    if is_named and (not isinstance(error, WireError) or (may_diverge and "another unit" in text)):
         return Verdict("refused", text)
     frames = traceback.extract_tb(error.__traceback__)[-6:]
     return Verdict("raw", text + "\n" + "".join(traceback.format_list(frames)))
@@ -175,8 +175,9 @@ def has_own_bits(leg: DrawnLeg) -> bool:
     """True where sums are taken in another order than at stage 3, or notes differ."""
     options = dict(leg.options)
     sums = any(word in call for call in leg.operations for word in SUMS)
-    frees = "step_in_backward" in options.get("offload", "")  # nobody can read its gradients
-    return leg.is_lossy or frees or "nodes" in options or (options["stage"] in "01" and sums)
+    offload = options.get("offload", "")  # gradients are freed, or products are summed in tiles
+    differs = "step_in_backward" in offload or "tile" in offload or "nodes" in options
+    return leg.is_lossy or differs or (options["stage"] in "01" and sums)
 
 
 SUMS = ("micros", "retained", "twice", "jointly", "zero=None", "clip", "layers", "assigned",

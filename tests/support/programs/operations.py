@@ -240,7 +240,7 @@ def fail_in_forward(p: Process) -> None:
     with suppress(ZeroDivisionError):
         p.loss(p.batch()).backward()
     hook.remove()
-    p.clear()
+    p.model.zero_grad()
 
 
 def fail_in_backward(p: Process) -> None:
@@ -253,7 +253,7 @@ def fail_in_backward(p: Process) -> None:
     batch.register_hook(fail)
     with suppress(ZeroDivisionError):
         p.loss(batch).backward()
-    p.clear()
+    p.model.zero_grad()
 
 
 # reads
