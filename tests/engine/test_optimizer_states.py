@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 
 import onefold
 from onefold.engine.flat_groups import with_numbers_on
@@ -184,3 +185,45 @@ def test_numbers_of_a_loaded_state_go_where_a_fused_step_reads_them():
     assert moved["step"].is_meta
     assert moved["exp_avg"] is moment
     assert moved["rate"] is rate
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("loads", ["onefold.load", "load_state_dict"])
+@pytest.mark.parametrize("make", [ADAMW, MUON])
+def test_loaded_state_of_a_parameter_that_no_step_moves_is_shown_and_saved(
+    world_size, loads, make, tmp_path
+):
+    """A frozen layer keeps its loaded moments; once trained, it goes on from them."""
+    folder = str(tmp_path)
+
+    def body(rank):
+        module, optimizer = ready(make, 3)
+        steps(module, optimizer)
+        module[0].requires_grad_(False)
+        loaded = optimizer.state_dict()
+        if loads == "load_state_dict":
+            for state in loaded["state"].values():
+                for value in filter(torch.is_tensor, state.values()):
+                    value.mul_(2)
+            optimizer.load_state_dict(loaded)
+        else:
+            onefold.save(f"{folder}/first", module, optimizer)
+            onefold.load(f"{folder}/first", module, optimizer)
+        wanted = moments(optimizer.state[module[0].weight])
+        steps(module, optimizer, seed=4)
+        onefold.save(f"{folder}/second", module, optimizer)
+        onefold.load(f"{folder}/second", module, optimizer)
+        got = moments(optimizer.state[module[0].weight])
+        assert got.keys() == wanted.keys()
+        assert all(torch.equal(got[name], value) for name, value in wanted.items())
+        return len(wanted)
+
+    assert sum(run_ranks(world_size, body)) > 0
+
+
+def moments(state):
+    tensors = {name: value for name, value in state.items() if torch.is_tensor(value)}
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+        for name, value in tensors.items()
+    }

@@ -1342,6 +1342,30 @@ def test_steps_after_an_exception_are_those_of_a_run_without_it(world_size, wher
 
 
 @every_world
+@pytest.mark.parametrize("called", ["root", "block"])
+def test_edits_after_a_failed_backward_are_those_of_the_parameters_before_it(world_size, called):
+    def script(process: Process) -> None:
+        module, optimizer = process.ready(Failing)
+        parameters = list(module.parameters())
+        for index, batch in enumerate(rows(2)):
+            module.fails = "backward"
+            with pytest.raises(Oops):
+                process.mean(squared(module), batch * 3).backward()
+            module.fails = ""
+            optimizer.zero_grad()
+            assert all(a is b for a, b in zip(parameters, module.parameters(), strict=True))
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter.mul_(0.9)
+            next_one = module if called == "root" else module.blocks[0]
+            process.step(f"{index} first", module, optimizer, squared(next_one), batch)
+            process.step(f"{index} then", module, optimizer, squared(module), batch)
+        process.note_weights(module)
+
+    law_1(world_size, script)
+
+
+@every_world
 def test_an_exception_in_a_submodule_called_directly_leaves_it_usable(world_size):
     class Fragile(Residual):
         fails = False

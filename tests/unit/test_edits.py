@@ -368,6 +368,28 @@ def test_a_failed_backward_loses_the_sums_before_it_and_nothing_else(
     run_ranks(world_size, body)
 
 
+@rows
+def test_gradients_that_are_assigned_after_a_failed_backward_stay(world_size, stage):
+    def script(module: nn.Module) -> None:
+        module.fails = True
+        with pytest.raises(Oops):
+            module(X).sum().backward()
+        module.fails = False
+        for p in module.parameters():
+            p.grad = torch.full_like(p, 0.5)
+        module(X).sum().backward()
+
+    def body(rank: int) -> None:
+        module, plain = seeded(Failing), seeded(Failing)
+        onefold.shard(module, torch.optim.SGD(module.parameters(), lr=0.1), stage=stage)
+        script(module)
+        script(plain)
+        for p, q in zip(module.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(whole(p.grad), q.grad)
+
+    run_ranks(world_size, body)
+
+
 def test_the_first_forward_may_run_under_torch_func():
     def losses(module: nn.Module) -> list[Tensor]:
         batch = torch.arange(12.0).reshape(4, 3)

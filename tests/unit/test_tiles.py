@@ -166,6 +166,18 @@ def test_a_use_that_needs_the_weight_whole_is_refused_by_name():
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_backward_that_builds_a_graph_is_refused_by_name(world_size):
+    def body(rank: int) -> None:
+        module = seeded(Wide)
+        onefold.shard(module, offload=Offload(tile=TILE))
+        loss = module(torch.zeros(1, 2, dtype=torch.long)).square().sum()
+        with pytest.raises(StateError, match=r"create_graph through tiled weight 'head\.weight'"):
+            loss.backward(create_graph=True)
+
+    run_ranks(world_size, body)
+
+
 def test_a_token_out_of_range_is_an_index_error_as_ever():
     def body(rank: int) -> None:
         module = seeded(Wide)

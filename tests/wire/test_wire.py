@@ -253,3 +253,27 @@ def test_empty_and_tiny_parameters_travel_quantized():
         dist.barrier()
 
     run_ranks(3, body)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_complex_parameters_travel_exactly_beside_quantized_ones(stage):
+    """Their gradients are those of an exact wire, bit for bit."""
+
+    class Filtered(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.line = nn.Linear(8, 8)
+            self.filter = nn.Parameter(torch.randn(5, 3, dtype=torch.complex64))
+
+        def forward(self, x):
+            return torch.fft.irfft(torch.fft.rfft(self.line(x)) * self.filter.sum(1))
+
+    def body(rank, wire):
+        module = seeded(Filtered)
+        onefold.shard(module, torch.optim.SGD(module.parameters(), lr=0.1), stage=stage, wire=wire)
+        module(torch.full((2, 8), rank + 1.0)).square().mean().backward()
+        return module.filter.grad.full_tensor()
+
+    exact, quantized = (run_ranks(3, body, w)[0] for w in (None, Wire(gradients="int8")))
+    assert torch.equal(exact, quantized)
+    run_ranks(3, body, "recommended")

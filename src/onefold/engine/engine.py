@@ -31,9 +31,10 @@ from onefold.engine.schedule import Schedule
 from onefold.engine.structure import follow, rename
 from onefold.engine.walks import Call, Phase
 from onefold.engine.watch import announce_end, in_backward, watch_outputs
-from onefold.errors import StateError, expected
+from onefold.errors import StateError
 from onefold.layout.module_tree import ModuleTree
 from onefold.recipe import Recipe
+from onefold.unit import refusals
 from onefold.unit.context import Context
 from onefold.unit.gradient import UnitGradient
 from onefold.unit.parameter import UnitParameter
@@ -179,7 +180,8 @@ class Engine:
         """A module that uses unit `index` starts: its weights are unsharded on return."""
         phase = self._phase()
         if self.schedule.forward_depth == 0 and phase is not Phase.BACKWARD:
-            self._follow()  # a part of the module is called, not the root
+            # a part of the module is called, not the root
+            self.prepare() if self.schedule.is_backward else self._follow()
         call, actions = self.schedule.enter(index, phase)
         self._edits[call] = self.units[index].edits.at_rest()
         self.hands.do(actions)
@@ -278,6 +280,13 @@ class Engine:
             units = enumerate(self.units)
             reductions.note_unused({index for index, unit in units if unit.gradient.is_unused})
         self.marks.end()
+
+    def leave_failed_backward(self) -> None:
+        """An exception ended backward: show parameters without its gradients until the abort."""
+        if self.schedule.is_backward and not self.is_unsharded:
+            for unit in self.units:
+                unit.gradient.discard()
+                unit.reshard(release=False)
 
     def abort_backward(self) -> None:
         """An exception ended backward: drop its gradients, reshard every unit."""
@@ -406,15 +415,7 @@ class Engine:
     # an engine belongs to one module in one process
 
     def __deepcopy__(self, memo: object) -> None:
-        raise StateError(NO_COPY)
+        raise refusals.MODULE_COPY()
 
     def __reduce__(self) -> str:
-        raise StateError(NO_COPY)
-
-
-NO_COPY = expected(
-    "a module that is not sharded to copy or pickle",
-    "a sharded one",
-    hint="onefold.save saves it, onefold.full_state_dict(module) returns plain tensors, and "
-    "onefold.ema(module) keeps an average; copy a module before onefold.shard",
-)
+        raise refusals.MODULE_COPY()

@@ -84,8 +84,11 @@ class FlatStep:
     def import_state(self, parameter: UnitParameter, state: State) -> None:
         """Cut per-parameter state to own rows; flat groups take it over at the next step."""
         self._split(parameter.unit)
-        self._imported[parameter] = {
-            name: _own_rows(parameter, name, value) for name, value in state.items()
+        own = {name: _own_rows(parameter, name, value) for name, value in state.items()}
+        self._imported[parameter] = own
+        self._shown[parameter] = {  # until a flat group takes it over
+            name: parameter.wrap(value) if _is_rows(parameter, name, value) else value
+            for name, value in own.items()
         }
 
     def forget(self) -> None:

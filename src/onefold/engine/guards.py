@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from onefold.engine.engine import NO_COPY, Engine
+from onefold.engine.engine import Engine
 from onefold.errors import StateError
 from onefold.layout.module_tree import ModuleTree
+from onefold.unit import refusals
 from onefold.unit.parameter import UnitParameter
 
 GENERATES_TOGETHER = {"_is_fsdp_managed_module": True, "_fsdp_use_orig_params": True}
@@ -93,12 +94,12 @@ class _Unpickled(partial[Any]):
     """
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        raise StateError(NO_COPY)
+        raise refusals.MODULE_COPY()
 
 
 def _refuse_copy(_: object) -> None:
     """For `copy.deepcopy` of a part: copies would share its hooks."""
-    raise StateError(NO_COPY)
+    raise refusals.MODULE_COPY()
 
 
 class _NoWrapper:

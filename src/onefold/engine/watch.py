@@ -25,6 +25,7 @@ class BackwardEvents(Protocol):
     def enter_backward(self, call: Any) -> None: ...
     def expect_backward(self, call: Any) -> None: ...
     def end_backward(self) -> None: ...
+    def leave_failed_backward(self) -> None: ...
 
 
 def in_backward() -> bool:
@@ -38,16 +39,31 @@ def now() -> int:
 
 
 def announce_end(receiver: ReferenceType[BackwardEvents]) -> None:
-    """Announce the end of the backward that runs."""
-    end = partial(_end_backward, receiver)
+    """Announce the end of the backward that runs, or that it failed."""
+    end = _End(receiver)
     torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
 
 
-@torch._disable_dynamo  # [Note: torch.compile] in engine/hooks.py
-def _end_backward(receiver: ReferenceType[BackwardEvents]) -> None:
-    alive = receiver()
-    if alive is not None:
-        alive.end_backward()
+class _End:
+    """A callback that autograd calls at the end of a backward, and drops before a failed one ends.
+
+    So a failed backward is known before the exception reaches its caller.
+    """
+
+    def __init__(self, receiver: ReferenceType[BackwardEvents]) -> None:
+        self._receiver: ReferenceType[BackwardEvents] | None = receiver
+
+    @torch._disable_dynamo  # [Note: torch.compile] in engine/hooks.py
+    def __call__(self) -> None:
+        alive = None if self._receiver is None else self._receiver()
+        self._receiver = None
+        if alive is not None:
+            alive.end_backward()
+
+    def __del__(self) -> None:
+        alive = None if self._receiver is None else self._receiver()
+        if alive is not None:
+            alive.leave_failed_backward()
 
 
 def watch_outputs(

@@ -155,17 +155,18 @@ class UnitGradient:
         self.reduction.drop(range(len(self._parameters)))
 
     def discard(self) -> None:
-        """A backward failed: drop the results of reductions that still arrive; `lose` follows."""
+        """A backward failed: drop its gradients, and those that still arrive. Torn sums are errors."""
+        if not self._is_discarding:
+            torn = self._earlier & set(self._with_grad())
+            with torch._C.DisableTorchFunctionSubclass():
+                for parameter in self._parameters:
+                    parameter.sharded.grad = parameter.lost_mean if parameter in torn else None
         self._is_discarding = True
 
     def lose(self) -> None:
-        """A backward failed: forget its gradients. Earlier sums, which it has torn, are errors."""
+        """All reductions are over: forget what the failed backward has left."""
         self._is_discarding = False
-        torn = self._earlier & set(self._with_grad())
         self.drop_partial()
-        with torch._C.DisableTorchFunctionSubclass():
-            for parameter in self._parameters:
-                parameter.sharded.grad = parameter.lost_mean if parameter in torn else None
         self.drop_cleared()
         self.shown.clear()
 

@@ -52,6 +52,11 @@ NO_BACKWARD = Refusal(
     "a backward",
     "run the module under torch.no_grad(), or shard it with Precision(frozen=) to train adapters",
 )
+TILED_GRAPH = Refusal(
+    "a backward without create_graph through tiled weight {!r}",
+    "one that builds a graph",
+    "leave Offload.tile out to differentiate twice",
+)
 EDIT_OF_PACKED = Refusal(
     "packed weights to be read alone",
     "an edit of quantized numbers in a forward",
@@ -67,6 +72,12 @@ NO_COPY = Refusal(
     "a copy of it, or of its module",
     "copy modules, and add adapters that copy them (modules_to_save, norms), before "
     "onefold.shard; `weight.detach().clone()` copies this rank's rows",
+)
+MODULE_COPY = Refusal(
+    "a module that is not sharded to copy or pickle",
+    "a sharded one",
+    "onefold.save saves it, onefold.full_state_dict(module) returns plain tensors, and "
+    "onefold.ema(module) keeps an average; copy a module before onefold.shard",
 )
 NO_STORAGE = Refusal(
     "unsharded tensors to write into a file",

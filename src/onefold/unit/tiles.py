@@ -28,6 +28,7 @@ from onefold.layout.messages import tags_of
 from onefold.layout.observer import Stream, watched
 from onefold.layout.rows import Slot, round_up
 from onefold.tier.store import GRAIN_NUMEL
+from onefold.unit import refusals
 from onefold.unit.buffer import Buffer
 from onefold.unit.gather import UnitGather
 from onefold.unit.gradient import UnitGradient
@@ -133,6 +134,11 @@ class TiledWeight:
         use = _Use()
         self._open.add(use)
         return use
+
+    def refuse_graph(self) -> None:
+        """A backward begins: it cannot build a graph, as tiles are gone when that is used."""
+        if torch.is_grad_enabled():
+            raise refusals.TILED_GRAPH(self.parameter.fqn, where=self._context.where)
 
     # tiles
 
@@ -318,6 +324,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         (x,), tiled = ctx.saved_tensors, ctx.tiled
+        tiled.refuse_graph()
         wants_x, wants_weight = ctx.needs_input_grad[:2]
         flat, out = x.reshape(-1, tiled.num_columns), grad.reshape(-1, tiled.num_rows)
         grad_x = torch.zeros_like(flat) if wants_x else None
@@ -356,6 +363,7 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         (tokens,), tiled = ctx.saved_tensors, ctx.tiled
+        tiled.refuse_graph()
         if ctx.needs_input_grad[1]:
             flat, out = tokens.reshape(-1), grad.reshape(-1, tiled.num_columns)
             if ctx.padding_idx is not None:

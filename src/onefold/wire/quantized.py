@@ -5,7 +5,8 @@
 
 A message is quantized once and read once, so rounding does not add up as along a ring. Only
 matrices are quantized; vectors (norms, biases), scalars and flags are few bytes and travel exactly,
-in the same message. A rank's own part of a sum does not travel and is not rounded.
+in the same message; messages of complex numbers are exact. A rank's own part of a sum does not
+travel and is not rounded.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Quantized:
         self, full: Tensor, cut: MessageLayout, label: str, own: SendRows | None = None
     ) -> Ticket:
         """See `Transport.gather`; own pieces become the rounded values that other ranks read."""
-        if own is not None and own.starts_base:
+        if full.is_complex() or (own is not None and own.starts_base):
             return self._exact.gather(full, cut, label)
         key, exchange, rank = (cut, full.dtype), self._exchange, self.group.rank
         if key not in self._gathered:
@@ -99,6 +100,8 @@ class Quantized:
         """See `Transport.reduce_scatter`. NaN and Inf decode to NaN."""
         partials, cut, exchange = reduction.partials, reduction.cut, self._exchange
         flags, label, rank = partials[-1], reduction.label, self.group.rank
+        if flags.is_complex():
+            return self._exact.reduce_scatter(reduction)
         key = (cut, flags.dtype)
         if key not in self._reduced:
             self._reduced[key] = QuantizedMessages(

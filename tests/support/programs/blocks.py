@@ -1,0 +1,418 @@
+"""Kinds of modules that programs are made of: each maps rows [n, 8] to rows [n, 8].
+
+A printed script holds the source of those that it uses.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+
+class Chain(nn.Module):
+    """Blocks one after the other; the root of every program."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Residual(nn.Module):
+    """Two Linears around a width that divides by nothing."""
+
+    def __init__(self, hidden: int = 7, bias: bool = True) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, hidden, bias=bias)
+        self.down = nn.Linear(hidden, 8, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Normed(nn.Module):
+    """A norm, then a Linear. "batch" keeps no statistics, which would be a rank's own."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.norm = {
+            "layer": lambda: nn.LayerNorm(8),
+            "rms": lambda: nn.RMSNorm(8),
+            "group": lambda: nn.GroupNorm(2, 8),
+            "instance": lambda: nn.InstanceNorm1d(2, affine=True),
+            "batch": lambda: nn.BatchNorm1d(8, track_running_stats=False),
+            "local": lambda: nn.LocalResponseNorm(2),
+        }[kind]()
+        self.kind, self.out = kind, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind in ("instance", "local"):
+            return self.out(self.norm(x.unflatten(1, (2, 4))).flatten(1))
+        return self.out(self.norm(x))
+
+
+class Convolved(nn.Module):
+    """A convolution over two channels of four, and one back."""
+
+    def __init__(self, kind: str = "Conv1d") -> None:
+        super().__init__()
+        self.kind = kind
+        if kind == "Conv1d":
+            self.there, self.back = nn.Conv1d(2, 5, 3, padding=1), nn.Conv1d(5, 2, 1)
+        elif kind == "transposed":
+            self.there, self.back = nn.ConvTranspose1d(2, 3, 3, padding=1), nn.Conv1d(3, 2, 1)
+        elif kind == "depthwise":
+            self.there, self.back = nn.Conv1d(2, 6, 3, padding=1, groups=2), nn.Conv1d(6, 2, 1)
+        else:
+            self.there, self.back = nn.Conv2d(2, 3, 2, padding=1), nn.Conv2d(3, 2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = (2, 2, 2) if self.kind == "Conv2d" else (2, 4)
+        return x + self.back(torch.tanh(self.there(x.unflatten(1, shape)))).flatten(1)
+
+
+class Embedded(nn.Module):
+    """Adds an embedding of the sign pattern; some rows are never looked up."""
+
+    def __init__(self, kind: str = "Embedding", rows: int = 11) -> None:
+        super().__init__()
+        self.kind, self.rows = kind, rows
+        if kind == "bag":
+            self.table: Any = nn.EmbeddingBag(rows, 8, mode="sum")
+        else:
+            self.table = nn.Embedding(rows, 8, padding_idx=0 if kind == "padded" else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        words = (x.detach().float() > 0).long()[:, :4].cumsum(1).clamp(max=self.rows - 1)
+        return x + (self.table(words) if self.kind == "bag" else self.table(words).mean(1))
+
+
+class TiedHead(nn.Module):
+    """A head that reads an embedding's weight without calling the embedding for it."""
+
+    def __init__(self, uses: str = "module") -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(8, 8), nn.Linear(8, 8, bias=False)
+        self.uses, self.head.weight = uses, self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.table((x.detach().float() > 0).long().sum(1).clamp(max=7))
+        if self.uses == "module":
+            return self.head(x)
+        if self.uses == "linear":
+            return F.linear(x, self.table.weight)
+        return x @ self.table.weight.t()
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer over two steps of four."""
+
+    def __init__(self, kind: str = "LSTM", layers: int = 1, bidirectional: bool = False) -> None:
+        super().__init__()
+        cell = getattr(nn, kind)
+        self.cell = cell(4, 3, num_layers=layers, bidirectional=bidirectional, batch_first=True)
+        self.out = nn.Linear(6 if bidirectional else 3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(self.cell(x.unflatten(1, (2, 4)))[0]).flatten(1)
+
+
+class Cells(nn.Module):
+    """A cell that is called once for each step."""
+
+    def __init__(self, kind: str = "GRUCell") -> None:
+        super().__init__()
+        self.cell, self.out = getattr(nn, kind)(4, 5), nn.Linear(5, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.cell(x[:, :4])
+        second = self.cell(x[:, 4:], first)
+        return x + self.out(second[0] if isinstance(second, tuple) else second)
+
+
+class Attends(nn.Module):
+    """Attention over two tokens of four."""
+
+    def __init__(self, kind: str = "attention") -> None:
+        super().__init__()
+        if kind == "attention":
+            self.inner: Any = nn.MultiheadAttention(4, 2, batch_first=True)
+        else:
+            self.inner = nn.TransformerEncoderLayer(4, 2, 5, dropout=0.0, batch_first=True)
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.unflatten(1, (2, 4))
+        if self.kind == "attention":
+            return x + self.inner(tokens, tokens, tokens, need_weights=False)[0].flatten(1)
+        return self.inner(tokens).flatten(1)
+
+
+class Odd(nn.Module):
+    """Parameters of the shapes that break a cut: scalars, empty ones, fewer rows than ranks."""
+
+    def __init__(self, *shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.odd = nn.ParameterList(nn.Parameter(torch.randn(shape) / 3) for shape in shapes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for parameter in self.odd:
+            x = x + x * torch.tanh(parameter).sum() / 5
+        return x
+
+
+class Named(nn.Module):
+    """Parameters in a dictionary, one of them without contiguous memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.byname = nn.ParameterDict(
+            {"turned": nn.Parameter(torch.randn(8, 8).t() / 3), "gain": nn.Parameter(torch.ones(8))}
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.byname["turned"]) * self.byname["gain"]
+
+
+class Filtered(nn.Module):
+    """A complex parameter between two Fourier transforms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.fft.irfft(torch.fft.rfft(x.float()) * self.filter).to(x.dtype)
+
+
+class Frozen(nn.Module):
+    """A frozen base and an adapter that trains: of low rank, or a bias alone."""
+
+    def __init__(self, rank: int = 2) -> None:
+        super().__init__()
+        self.base = nn.Linear(8, 8).requires_grad_(False)
+        self.a, self.b = nn.Linear(8, rank, bias=False), nn.Linear(rank, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.base(x)) + self.b(self.a(x))
+
+
+class Unused(nn.Module):
+    """A layer that no forward calls, and one whose output the loss does not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.spare, self.idle = nn.Linear(8, 8), nn.Linear(8, 3), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.idle(x)
+        return torch.tanh(self.used(x))
+
+
+class Shared(nn.Module):
+    """One layer under two names, called several times."""
+
+    def __init__(self, times: int = 2) -> None:
+        super().__init__()
+        self.one = nn.Linear(8, 8)
+        self.two, self.times = self.one, times
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = torch.tanh(self.one(x)) + self.two(x)
+        return x
+
+
+class Recomputed(nn.Module):
+    """A block whose activations are computed again in backward."""
+
+    def __init__(self, inner: nn.Module, reentrant: bool = False) -> None:
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+class Functional(nn.Module):
+    """Calls its inner module by `functional_call`, with its own or with halved weights."""
+
+    def __init__(self, inner: nn.Module, scale: float = 1.0) -> None:
+        super().__init__()
+        self.inner, self.scale = inner, scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = {name: p * self.scale for name, p in self.inner.named_parameters()}
+        return torch.func.functional_call(self.inner, weights, (x,))
+
+
+class Borrowed(nn.Module):
+    """Uses its inner layer's weight and never calls the layer, or before it calls it."""
+
+    def __init__(self, calls: bool = True) -> None:
+        super().__init__()
+        self.inner, self.calls = nn.Linear(8, 8), calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.linear(torch.tanh(x), self.inner.weight) + self.inner.bias
+        return self.inner(x) if self.calls else x
+
+
+class Buffered(nn.Module):
+    """Buffers that the checkpoint holds, and one that it does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 8))
+        self.register_buffer("shift", torch.ones(8), persistent=False)
+        self.register_buffer("count", torch.tensor(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x * self.scale + self.shift.to(x.dtype)) / self.count
+
+
+class Experts(nn.Module):
+    """Experts of which every row takes one; some may get no row."""
+
+    def __init__(self, count: int = 3, dense: bool = False) -> None:
+        super().__init__()
+        self.router, self.dense = nn.Linear(8, count), dense
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates = self.router(x).softmax(-1)
+        if self.dense:
+            return sum(e(x) * gates[:, i : i + 1] for i, e in enumerate(self.experts)) + x
+        chosen, out = gates.argmax(-1), x
+        for i, expert in enumerate(self.experts):
+            rows = (chosen == i).nonzero().flatten()
+            out = out.index_add(0, rows, expert(x[rows]) * gates[rows, i : i + 1])
+        return out
+
+
+class Stacked(nn.Module):
+    """Experts as one parameter of three dimensions."""
+
+    def __init__(self, count: int = 5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(count, 8, 8) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(torch.einsum("bi,eio->bo", x, self.weight)) / len(self.weight)
+
+
+class Packed(nn.Module):
+    """Returns its rows inside something else, and takes them by keyword."""
+
+    def __init__(self, kind: str = "dict") -> None:
+        super().__init__()
+        self.kind, self.inner = kind, nn.Linear(8, 8)
+        self.reader = Reader(kind)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.inner(input=x))
+        return self.reader({"x": x} if self.kind == "dict" else (None, [x]), scale=2.0)["out"][0]
+
+
+class Reader(nn.Module):
+    """See `Packed`."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.inner = kind, nn.Linear(8, 8, bias=False)
+
+    def forward(self, packed: Any, *, scale: float) -> dict[str, list[Tensor]]:
+        x = packed["x"] if self.kind == "dict" else packed[1][0]
+        return {"out": [x + self.inner(x) / scale]}
+
+
+class InPlace(nn.Module):
+    """Changes its layer's output in place, and views it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x)
+        x.mul_(0.5).add_(1)
+        return F.relu_(self.two(x.view(-1, 2, 4).flatten(1))) + x
+
+
+class Detached(nn.Module):
+    """A branch without gradients: a target as in self-distillation."""
+
+    def __init__(self, how: str = "no_grad") -> None:
+        super().__init__()
+        self.inner, self.how = nn.Linear(8, 8), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "no_grad":
+            with torch.no_grad():
+                target = self.inner(x)
+        else:
+            target = self.inner(x).detach()
+        return torch.tanh(self.inner(x)) + target / 4
+
+
+class Mixed(nn.Module):
+    """Layers of other dtypes than the rest."""
+
+    def __init__(self, dtype: str = "float64") -> None:
+        super().__init__()
+        self.low = nn.Linear(8, 8, dtype=getattr(torch, dtype))
+        self.codes = nn.Parameter(torch.arange(8, dtype=torch.uint8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        low = self.low(x.to(self.low.weight.dtype)).to(x.dtype)
+        return torch.tanh(low) + x * self.codes.to(x.dtype) / 8
+
+
+class Parametrized(nn.Module):
+    """A Linear with weight norm or an orthogonal weight."""
+
+    def __init__(self, how: str = "weight_norm") -> None:
+        super().__init__()
+        self.inner = getattr(nn.utils.parametrizations, how)(nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(x))
+
+
+class Hooked(nn.Module):
+    """A layer with hooks of a user around its forward."""
+
+    def __init__(self, kind: str = "forward") -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        if kind == "forward":
+            self.inner.register_forward_hook(lambda module, args, out: out * 2)
+        elif kind == "pre":
+            self.inner.register_forward_pre_hook(lambda module, args: (args[0] / 2,))
+        else:
+            self.inner.register_full_backward_hook(
+                lambda module, into, out: tuple(None if g is None else g / 2 for g in into)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(x))
+
+
+class Gated(nn.Module):
+    """Which of two layers runs depends on the rows, so on the rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.one(x) if x.detach().sum() > 0 else self.two(x))

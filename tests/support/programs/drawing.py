@@ -1,0 +1,228 @@
+"""Draw a program from the public surface by a seed, as expressions of Python; print it as a script.
+
+Nothing here runs Onefold. A drawn program that plain torch cannot run is drawn again by judging.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from tests.support.programs import blocks, edits, frame, operations, optimizers
+from tests.support.programs.catalogue import (
+    BLOCKS,
+    GROUPS,
+    LOSSY_WIRES,
+    OFFLOADS,
+    OPERATIONS,
+    OPTIMIZERS,
+    PRECISIONS,
+    SCHEDULES,
+    UNITS,
+    WIRES,
+    WRAPPERS,
+)
+
+SOURCES: Sequence[ModuleType] = (blocks, operations, edits, optimizers)
+"""Files whose classes and functions a printed script takes over."""
+
+WHOLE_COPIES = ("Coupled", "torch.optim.LBFGS")
+"""Optimizers that step whole copies of the module: at stage 0 alone."""
+
+Options = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class DrawnLeg:
+    """See `frame.Leg`; options and operations are expressions."""
+
+    world_size: int
+    options: Options
+    operations: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        options = ", ".join(f"{name!r}: {value}" for name, value in self.options)
+        calls = "".join(f"            lambda p: {call},\n" for call in self.operations)
+        return f"        Leg({self.world_size}, {{{options}}}, [\n{calls}        ]),\n"
+
+    @property
+    def is_lossy(self) -> bool:
+        options = dict(self.options)
+        return (
+            options.get("wire", "None") in LOSSY_WIRES
+            or "precision" in options
+            or any("autocast" in call for call in self.operations)
+        )
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """See `frame.Program`; everything is an expression."""
+
+    seed: int
+    blocks: tuple[str, ...]
+    legs: tuple[DrawnLeg, ...]
+    optimizer: str = "torch.optim.SGD(ps, lr=0.05)"
+    groups: str = "of_all"
+    schedule: str = ""
+    decay: float | None = None
+    dtype: str = "float32"
+    tie: tuple[int, int] | None = None
+
+    @property
+    def is_lossy(self) -> bool:
+        return self.is_narrow or any(leg.is_lossy for leg in self.legs)
+
+    @property
+    def is_narrow(self) -> bool:
+        """True if plain torch rounds to bfloat16."""
+        return self.dtype == "bfloat16" or any("bfloat16" in block for block in self.blocks)
+
+    @property
+    def diverges(self) -> bool:
+        """True if ranks may use units in different orders, which they may refuse."""
+        return any(word in block for word in ("Gated", "Experts") for block in self.blocks)
+
+    @property
+    def text(self) -> str:
+        """The program alone, without what it is made of."""
+        tie = "" if self.tie is None else (
+            f"    net.blocks[{self.tie[0]}].weight = net.blocks[{self.tie[1]}].weight\n"
+        )  # fmt: skip
+        chain = "".join(f"        {block},\n" for block in self.blocks)
+        schedule = f"lambda optimizer: {self.schedule}" if self.schedule else "None"
+        legs = "".join(leg.text for leg in self.legs)
+        return (
+            f"def build():\n    net = Chain(\n{chain}    )\n{tie}    return net\n\n\n"
+            f"program = Program(\n    build,\n    {self.groups}(lambda ps: {self.optimizer}),\n"
+            f"    [\n{legs}    ],\n    schedule={schedule},\n    decay={self.decay},\n"
+            f"    dtype=torch.{self.dtype},\n)\n"
+        )
+
+    def program(self) -> frame.Program:
+        """The program to run."""
+        names: dict[str, Any] = {}
+        for module in (frame, *SOURCES):
+            names |= vars(module)
+        exec(compile(self.text, f"<seed {self.seed}>", "exec"), names)
+        return names["program"]
+
+    def script(self, bounds: dict[str, float] | None = None) -> str:
+        """A script that runs by itself: `python script.py` starts its ranks as gloo processes."""
+        head, _, body = inspect.getsource(frame).partition("import sys\n")
+        imports = "import copy\nimport sys\n" if "copy." in self.text else "import sys\n"
+        more = (
+            "import torch.distributed.checkpoint.state_dict as dcp_state\n"
+            "from contextlib import suppress\nfrom torch.nn import functional as F\n"
+            "from torch.utils.checkpoint import checkpoint\n\n\nMake = Callable\n\n\n"
+        )
+        parts = [head, imports, body, "\n\n", more, *used_sources(self.text), self.text]
+        limits = f"collections.defaultdict(lambda: {max((bounds or {'': 1e-4}).values()):.3g})"
+        main = f'\n\nif __name__ == "__main__":\n    main(program, {limits})\n'
+        return "".join(parts) + main.replace("collections.", '__import__("collections").')
+
+
+def used_sources(text: str) -> list[str]:
+    """The source of every class and function that a text names, and of those that these name."""
+    known = {
+        name: value
+        for module in SOURCES
+        for name, value in vars(module).items()
+        if getattr(value, "__module__", "") == module.__name__
+    }
+    found: dict[str, str] = {}
+    names = [text]
+    while names:
+        for word in re.findall(r"\w+", names.pop()):
+            if word in known and word not in found:
+                found[word] = inspect.getsource(known[word]) + "\n\n"
+                names.append(found[word])
+    return list(found.values())
+
+
+def draw(seed: int) -> Drawn:
+    """The program of a seed; the same in every process and on every machine."""
+    r = random.Random(seed)
+    chosen = draw_blocks(r)
+    dtype = r.choices(("float32", "float64", "bfloat16"), (16, 3, 2))[0]
+    optimizer, groups = r.choice(OPTIMIZERS), r.choices(*zip(*GROUPS.items(), strict=True))[0]
+    num_legs = r.choices((1, 2, 3), (12, 5, 1))[0]
+    worlds = [draw_world(r) for _ in range(num_legs)]
+    legs = tuple(draw_leg(r, world, optimizer) for world in worlds)
+    linears = [i for i, block in enumerate(chosen) if block.startswith("nn.Linear(8, 8")]
+    tie = (linears[-1], linears[0]) if len(linears) > 1 and r.random() < 0.3 else None
+    return Drawn(
+        seed, chosen, legs, optimizer, groups,
+        r.choice(SCHEDULES) if r.random() < 0.15 else "",
+        r.choice((0.5, 0.9)) if r.random() < 0.15 else None,
+        dtype, tie,
+    )  # fmt: skip
+
+
+def draw_world(r: random.Random) -> int:
+    return r.choices((1, 2, 3, 4), (3, 6, 5, 1))[0]
+
+
+def draw_blocks(r: random.Random) -> tuple[str, ...]:
+    def block(depth: int) -> str:
+        if depth < 2 and r.random() < 0.2:
+            wrapper = r.choice(WRAPPERS)
+            inner = ", ".join(block(depth + 1) for _ in range(2 if wrapper == "Chain({})" else 1))
+            return wrapper.format(inner)
+        return r.choice(BLOCKS)
+
+    several = [block(0) for _ in range(r.randint(1, 4))]
+    if r.random() < 0.3:  # repeated blocks are units of the default cut
+        several += [several[0]] * r.randint(1, 2)
+    return tuple(several)
+
+
+def draw_leg(r: random.Random, world: int, optimizer: str) -> DrawnLeg:
+    options = draw_options(r, world)
+    searches = "LBFGS" in optimizer
+    if optimizer.startswith(WHOLE_COPIES) and r.random() < 0.9:
+        options = {"stage": "0"}
+    names, weights = zip(*((o, o.weight) for o in OPERATIONS), strict=True)
+    calls: list[str] = []
+    for _ in range(r.randint(2, 5)):
+        operation = r.choices(names, weights)[0]
+        if searches and operation.name.startswith(("train", "skip", "record", "save_and")):
+            calls.append("train_by_closure(p)")
+            continue
+        arguments = operation.draw(r)
+        calls.append(f"{operation.name}(p{arguments})")
+    if not any(call.startswith("train") for call in calls):
+        calls.insert(0, "train_by_closure(p)" if searches else "train(p)")
+    calls.append("read_states(p)" if r.random() < 0.4 else "read_shapes(p)")
+    how = ("full_tensor", "unsharded", "full_state_dict", "state_dict", "torch")
+    calls.append(f"read_weights(p, {r.choice(how)!r})")
+    return DrawnLeg(world, tuple(options.items()), tuple(calls))
+
+
+def draw_options(r: random.Random, world: int) -> dict[str, str]:
+    """Mostly choices that go together; some that the library has to refuse."""
+    stage = r.choices((0, 1, 2, 3), (2, 3, 3, 5))[0]
+    options = {"stage": str(stage)}
+    careless = r.random() < 0.04
+    if r.random() < 0.12:
+        options["precision"] = r.choice(PRECISIONS)
+    if (stage or careless) and r.random() < 0.4:
+        options["offload"] = r.choice([o for o, least in OFFLOADS if stage >= least or careless])
+    if world == 4 and (stage or careless) and r.random() < 0.7:
+        options["nodes"] = "2"
+    if (stage or careless) and r.random() < 0.25:
+        nodes = "nodes" in options
+        kinds = [w for w, axes, stages in WIRES if careless or (stage in stages and axes == nodes)]
+        if kinds:
+            options["wire"] = r.choice(kinds)
+    if r.random() < 0.35:
+        options["units"] = r.choice(UNITS)
+    if (stage or careless) and world > 1 and "nodes" not in options and r.random() < 0.12:
+        options["shares"] = str([r.choice((0, 1, 1, 2, 3)) for _ in range(world - 1)] + [1])
+    return options
