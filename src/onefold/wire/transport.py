@@ -146,6 +146,7 @@ class Composed:
     ) -> Ticket:
         """See `Transport.gather`."""
         exchange = self.exchange
+        self.group.agree(("gather", cut.identity), label, full)
         works = [
             work for index in cut.large for work in exchange.all_gather(full, cut.spans[index])
         ]
@@ -177,6 +178,7 @@ class Composed:
         """See `Transport.reduce_scatter`."""
         cut, label, partials = reduction.cut, reduction.label, reduction.partials
         out, fresh = reduction.out, reduction.fresh
+        self.group.agree(("reduce", cut.identity), label, partials[0])
         works: list[Waitable] = []
         received: list[Tensor] = []
         parts = [  # by large region: every rank's partial of our piece
