@@ -67,7 +67,11 @@ def recorded(monkeypatch):
     monkeypatch.setattr(dist, "get_backend_config", lambda handle: "cpu:gloo,cuda:nccl")
     lanes = Lanes(PhaseNow(), {"call": Lane("call", None)}, 3)
     roll_call: Any = SimpleNamespace(
-        is_in_call=False, wait_for=lambda waiting: None, read_failure=dict, last_words=str
+        is_in_call=False,
+        wait_for=lambda waiting: None,
+        read_failure=dict,
+        last_words=str,
+        find_gone=str,
     )
     return Group(0, 3, handle, Peers(lanes, roll_call, None, lambda: 60.0)), handle.works
 
@@ -120,14 +124,16 @@ class LateWork(dist.Work):
 def test_a_message_that_completes_as_a_limit_ends_has_not_failed(recorded):
     group, _ = recorded
     work = LateWork(None)
-    Ticket([Message(group.peers, [work], "a message")]).wait()
+    Ticket([Message(group.peers, [work], Lane("call", None), "a message")]).wait()
     assert work.waits == 2
 
 
 def test_a_message_that_fails_as_a_limit_ends_raises_its_own_error(recorded):
     group, _ = recorded
     with pytest.raises(WireError, match="connection reset"):
-        Ticket([Message(group.peers, [LateWork("connection reset")], "a message")]).wait()
+        Ticket(
+            [Message(group.peers, [LateWork("connection reset")], Lane("call", None), "a message")]
+        ).wait()
 
 
 def test_gathers_and_reductions_of_a_units_regions_set_no_limit(recorded):

@@ -42,7 +42,6 @@ from onefold.layout.cut import bounds_of
 from onefold.layout.model_axes import dtensor_of
 from onefold.wire import ranks as meshes
 from onefold.wire.collectives import Group
-from onefold.wire.ticket import Ticket
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +70,12 @@ def _exchange(
         return (rows.clone(),)
     width = prod(rows.shape[1:])
     out = rows.new_empty(sum(received), *rows.shape[1:])
+    group.agree((axis.label, width), axis.label, out)
     work = group.all_to_all(
         out.view(-1), rows.contiguous().view(-1),
         [num * width for num in received], [num * width for num in sent],
     )  # fmt: skip
-    Ticket(group.track([work], axis.label), label=axis.label).wait()
+    group.wait(work, axis.label)
     return (out,)
 
 

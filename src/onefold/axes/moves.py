@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from onefold.wire.collectives import Group
-from onefold.wire.ticket import Ticket
 
 Move = Callable[..., tuple[Tensor, ...]]
 Shapes = Sequence[Sequence[Sequence[int]]]
@@ -49,8 +48,9 @@ def swap(
         place.copy_(tensor)
     received, pieces = _buffer(like, shapes)
     numels = [[sum(view.numel() for view in row) for row in rows] for rows in (pieces, places)]
+    group.agree(label, label, message)
     work = group.all_to_all(received, message, *numels)
-    Ticket(group.track([work], label), label=label).wait()
+    group.wait(work, label)
     return pieces
 
 
@@ -74,8 +74,9 @@ def of_ranks(group: Group, mine: Tensor, label: str) -> Tensor:
     if group.world_size == 1:
         return mine[None]
     everyone = mine.new_empty((group.world_size, *mine.shape))
+    group.agree((label, mine.nbytes), label, mine)
     work = group.all_gather(everyone.view(-1), mine.view(-1))
-    Ticket(group.track([work], label), label=label).wait()
+    group.wait(work, label)
     return everyone
 
 

@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from onefold.engine.engine import Engine
 from onefold.unit.parameter import UnitParameter
-from onefold.wire.ticket import Ticket
 
 
 def show_whole(module: nn.Module, engine: Engine) -> None:
@@ -108,7 +107,8 @@ def _gathered_alike(members: list[UnitParameter]) -> dict[UnitParameter, Tensor]
     if context.rest_world > 1:
         rows = own.new_empty(context.rest_world * len(own))
         group, label = context.transport.group, f"state_dict() of adapters on {context.where}"
-        Ticket(group.track([group.all_gather(rows, own)], label), label=label).wait()
+        group.agree(("adapters", own.nbytes), label, own)
+        group.wait(group.all_gather(rows, own), label)
         context.ledger.sent("state_dict", (context.rest_world - 1) * own.nbytes)
     whole = {p: own.new_empty(p.slot.shape) for p in members}
     for rank, part in zip(ranks, rows.chunk(context.rest_world), strict=True):

@@ -149,7 +149,9 @@ def _exchange(unit: Unit, sent: list[list[Tensor]], numels: list[list[int]]) -> 
     numels_sent = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
     numels_received = [sum(counts) for counts in numels]
     received = flat.new_empty(sum(numels_received))
-    context.transport.group.all_to_all(received, flat, numels_received, numels_sent).wait()
+    group, label = context.transport.group, unit.spec.label("exchange of whole matrices")
+    group.agree(("matrices", unit.spec.name), label, flat)
+    group.wait(group.all_to_all(received, flat, numels_received, numels_sent), label)
     context.ledger.sent("whole_matrix", (len(flat) - numels_sent[context.rank]) * flat.itemsize)
     parts = received.split(numels_received)
     return [list(part.split(counts)) for part, counts in zip(parts, numels, strict=True)]

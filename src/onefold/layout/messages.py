@@ -235,6 +235,8 @@ class MessagePlan:
         ]
         self._sharded_numel = sum(map(sum, state))
         self.own_numel = sum(numels[self.rank] for numels in state)
+        self.identity = (name, itemsize, sum(map(sum, self.numels)))
+        """Tells the message from others: the same on every rank."""
 
     def _size(self, index: int, num_slabs: int, *, is_nccl: bool) -> Size:
         """Classify a region.

@@ -208,6 +208,7 @@ class RowSpeeds:
             dtype=torch.float64, device=self._device,
         )  # fmt: skip
         everyone = mine.new_empty(self.group.world_size * len(mine))
+        self.group.agree(_LABEL, _LABEL, mine)
         works = self.group.track([self.group.all_gather(everyone, mine)], _LABEL)
         self._pending = Ticket(works, label=_LABEL), everyone
 

@@ -15,7 +15,6 @@ from onefold.layout.module_tree import ModuleTree
 from onefold.layout.packed import QuantizedWeight
 from onefold.layout.units import Owned, UnitPlan
 from onefold.wire.collectives import Group
-from onefold.wire.ticket import Ticket
 
 if TYPE_CHECKING:
     from onefold.tier.files import FileRows
@@ -164,8 +163,8 @@ def agree_on_values(tensors: Iterable[Tensor], group: Group) -> None:
         for tensor in tensors:
             if tensor.numel():
                 sent = tensor.detach().contiguous()
-                works = [group.broadcast(sent, 0)]
-                Ticket(group.track(works, VALUES) if sent.is_cpu else works, label=VALUES).wait()
+                group.agree((VALUES, sent.nbytes), VALUES, sent)
+                group.wait(group.broadcast(sent, 0), VALUES)
                 if sent.data_ptr() != tensor.data_ptr():
                     tensor.copy_(sent)
 

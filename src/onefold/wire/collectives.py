@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
@@ -125,12 +125,21 @@ class Group:
             return works
         return self.peers.track(cast("list[dist.Work]", works), label)
 
+    def agree(self, message: Hashable, label: str, like: torch.Tensor) -> None:
+        """Before the first work of a message of tensors such as `like`: see `Peers.agree`."""
+        if self.peers is not None and like.device.type == "cpu":
+            self.peers.agree(message, label)
+
+    def wait(self, work: Waitable, label: str) -> None:
+        """Wait for the one work of a message."""
+        Ticket(self.track([work], label), label=label).wait()
+
     def _begin(self, start: Callable[[Lanes], dist.Work]) -> dist.Work:
         assert self.peers is not None, "checked by the caller"
         try:
             return start(self.peers.lanes)
         except RuntimeError as error:
-            raise WireError(_not_begun(error)) from error
+            raise self.peers.broken("a collective to start", error) from None
 
     def _issue(
         self, start: Callable[[dist.ProcessGroup], Waitable | None], out: torch.Tensor | None
@@ -151,8 +160,9 @@ class Group:
     def all_reduce_max(self, tensor: torch.Tensor) -> None:
         """Replace `tensor` by its maximum over the ranks; blocks."""
         if self.peers is not None and tensor.device.type == "cpu":
+            self.agree((VOTE, tensor.numel()), VOTE, tensor)
             work = self._begin(lambda lanes: lanes.all_reduce_max(tensor))
-            _wait(self.track([work], VOTE), VOTE)
+            self.wait(work, VOTE)
         elif self.handle is not None:
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.handle)
 
@@ -178,6 +188,7 @@ class Group:
     def _exchange(self, value: T) -> list[T]:
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = torch.empty(self.world_size, dtype=torch.int64)
+        self.agree(MESSAGE, MESSAGE, sizes)
         self._gather_now(sizes, torch.tensor([mine.numel()]))
         numel = int(sizes.max())
         sent, received = mine.new_zeros(numel), mine.new_empty(self.world_size * numel)
@@ -187,7 +198,7 @@ class Group:
         return [pickle.loads(room[:size].numpy().tobytes()) for room, size in pairs]
 
     def _gather_now(self, out: torch.Tensor, shard: torch.Tensor) -> None:
-        _wait(self.track([self.all_gather(out, shard)], MESSAGE), MESSAGE)
+        self.wait(self.all_gather(out, shard), MESSAGE)
 
 
 class QueuedWork:
@@ -209,10 +220,6 @@ class QueuedWork:
     def is_completed(self) -> bool:
         """See `Waitable.is_completed`; asks the device, without waiting."""
         return self._work.is_completed()
-
-
-def _wait(works: Sequence[Waitable], label: str) -> None:
-    Ticket(works, label=label).wait()
 
 
 def _not_begun(error: RuntimeError) -> str:

@@ -2,14 +2,21 @@
 
 gloo pairs the n-th message of one rank with the n-th of another, whatever they hold, and ends the
 process where their sizes differ. If rank 0 saves while rank 1 runs forward, each therefore waits in
-a lane of its own; the roll call (wire/roll_call.py) then names both. The group that the user
-gave keeps the user's own collectives and those of `DTensor`.
+a lane of its own; the roll call (wire/roll_call.py) then names both. Within a lane, all ranks
+expect the message that followed the last two when they were sent before. A rank that begins another
+one meets the others first, in a lane that holds nothing else (`Peers.agree`). The group that the
+user gave keeps the user's own collectives and those of `DTensor`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+import socket
+from collections.abc import Hashable
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +35,12 @@ from onefold.errors import WireError
 
 CALL = "call"
 """The phase outside of forward and backward: save, load, unsharded, an optimizer's step."""
+
+AGREEMENT = "agreement"
+"""The connection on which ranks compare messages that they did not expect."""
+
+_MOST_EXPECTED = 4096
+"""Messages that a lane remembers: for walks that never repeat, it begins anew."""
 
 _LATER = timedelta(minutes=1)
 
@@ -61,7 +74,33 @@ class Lane:
 
     name: str
     backend: Any  # a ProcessGroupGloo, whose stubs lack some calls
+    sockets: dict[Path, str] = field(default_factory=dict)
     issued: int = 0
+    _last: tuple[Hashable, Hashable] = (None, None)
+    _expected: dict[tuple[Hashable, Hashable], Hashable] = field(default_factory=dict)
+
+    def expects(self, message: Hashable) -> bool:
+        """True if `message` followed the last two before; all ranks have seen the same ones."""
+        last, expected = self._last, self._expected
+        self._last = (last[1], message)
+        if expected.get(last) == message:
+            return True
+        if len(expected) == _MOST_EXPECTED:
+            expected.clear()
+        expected[last] = message
+        return False
+
+    def cut(self) -> None:
+        """End what this rank still waits for here: gloo's destructor would wait for it as well.
+
+        gloo has no call for that (`abort` is empty), so its own sockets are shut down.
+        """
+        for path, inode in self.sockets.items():
+            with suppress(OSError):  # closed by now
+                if os.readlink(path) == inode:
+                    with socket.socket(fileno=os.dup(int(path.name))) as own:
+                        own.getpeername()  # the one that listens has none: gloo does not bear it
+                        own.shutdown(socket.SHUT_RDWR)
 
     def begin(self) -> Any:
         """Count one more collective, which the caller begins on the backend."""
@@ -75,6 +114,7 @@ class Lanes:
     def __init__(self, now: PhaseNow, lanes: dict[str, Lane], size: int) -> None:
         self.all = lanes
         self._now = now
+        self.size = size
         self._roots = [_broadcast_options(root) for root in range(size)]
 
     @staticmethod
@@ -87,15 +127,16 @@ class Lanes:
         """
         rank, size = members
         lanes = {}
-        for connection in dict.fromkeys(_CONNECTIONS.values()):
-            prefix = f"{name}/{connection}"
+        for connection in (*dict.fromkeys(_CONNECTIONS.values()), AGREEMENT):
+            prefix, before = f"{name}/{connection}", _sockets()
             try:
                 backend = ProcessGroupGloo(PrefixStore(prefix, store), rank, size, timeout)
             except RuntimeError as error:
                 raise absent(members, timeout, str(error).splitlines()[0]) from error
             # a wait that ends first can say where every rank is (wire/peers.py)
             backend._set_default_timeout(timeout + _LATER)
-            lanes[connection] = Lane(prefix, backend)
+            own = {path: inode for path, inode in _sockets().items() if before.get(path) != inode}
+            lanes[connection] = Lane(prefix, backend, own)
         return Lanes(now, lanes, size)
 
     @property
@@ -127,6 +168,16 @@ class Lanes:
         options = AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
         return self.now.begin().allreduce([tensor], options)
+
+
+def _sockets() -> dict[Path, str]:
+    """The sockets of this process, by the paths of their descriptors; none without /proc."""
+    sockets = {}
+    for path in Path("/proc/self/fd").glob("*"):
+        with suppress(OSError):  # the descriptor of this search
+            if (inode := os.readlink(path)).startswith("socket:"):
+                sockets[path] = inode
+    return sockets
 
 
 def absent(members: tuple[int, int], timeout: timedelta, got: str) -> WireError:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
+from typing import Any
+from zlib import crc32
 
+import torch
 import torch.distributed as dist
 
 from onefold.errors import OnefoldError, WireError, expected
-from onefold.wire.lanes import Lanes
+from onefold.wire.lanes import AGREEMENT, ALL_GATHER, Lane, Lanes
 from onefold.wire.roll_call import PATIENCE_S, RollCall, Waiting, no_rank_can_go_on
-from onefold.wire.ticket import Waitable
+from onefold.wire.ticket import Ticket, Waitable
 
 _PATIENCE = timedelta(seconds=PATIENCE_S)
 _LOOK = timedelta(seconds=0.25)
+_PLACE_NBYTES = 400  # of a text that says where a rank is
 
 
 class Peers:
@@ -39,7 +43,35 @@ class Peers:
 
     def track(self, works: Sequence[dist.Work], label: str) -> list[Waitable]:
         """The works of one message, as one that waits with patience."""
-        return [Message(self, works, label)]
+        return [Message(self, works, self.lanes.now, label)]
+
+    def agree(self, message: Hashable, label: str) -> None:
+        """Meet the other ranks unless all expect `message`, whose first work begins next.
+
+        A walk that repeats costs nothing. `message` is the same value on every rank. Raises
+        `WireError` if ranks begin different messages, or one begins the expected one and waits.
+        """
+        lane = self.lanes.now
+        if lane.expects(message):
+            return
+        facts = repr((lane.name, lane.issued, message))  # ranks may be ahead by expected messages
+        digest = torch.tensor([crc32(facts.encode())], device="cpu")
+        if len({row[0] for row in self._exchange(digest, label)}) > 1:
+            here = Message(self, [], lane, label).waiting
+            place = f"{self.roll_call.place_of(here)} (message {lane.issued} of its phase)"
+            line = bytearray(place.encode()[:_PLACE_NBYTES].ljust(_PLACE_NBYTES))
+            text = torch.frombuffer(line, dtype=torch.uint8)
+            places = [bytes(row).decode(errors="ignore") for row in self._exchange(text, label)]
+            self._failure = WireError(no_rank_can_go_on("\n".join(map(str.rstrip, places))))
+            raise self._failure
+
+    def _exchange(self, own: torch.Tensor, label: str) -> list[Any]:
+        """The rows of all ranks, on the lane of agreements."""
+        lane = self.lanes.all[AGREEMENT]
+        everyone = own.new_empty(self.lanes.size, len(own))
+        work = lane.begin()._allgather_base(everyone.view(-1), own, ALL_GATHER)
+        Ticket([Message(self, [work], lane, label)], label=label).wait()
+        return everyone.tolist()
 
     def wait(self, work: dist.Work, message: Message) -> None:
         """Wait for one work.
@@ -58,13 +90,21 @@ class Peers:
         except RuntimeError as error:
             if isinstance(error, OnefoldError):
                 raise
-            if failure := roll_call.read_failure():
-                raise failure.error() from error
-            if words := roll_call.last_words():
-                raise WireError(_left(message.label, error, words)) from error
-            raise
+            self._failure = self.broken(f"{message.label} to complete", error)
+            raise self._failure from None  # the text of gloo says no more
         finally:
             roll_call.wait_for(None)
+
+    def broken(self, wanted: str, error: RuntimeError) -> OnefoldError:
+        """The error for a connection that `error` has ended: it names the ranks that are gone."""
+        roll_call = self.roll_call
+        if failure := roll_call.read_failure():
+            return failure.error()
+        gone, words = roll_call.find_gone(), roll_call.last_words()
+        before = f"; before that, ranks were here:\n{words}" if words else ""
+        hint = "look for the first error of that rank; else it was killed, perhaps for its memory, "
+        hint += "left the training loop early, or called other collectives"
+        return WireError(wanted, (gone or str(error).splitlines()[0]) + before, hint=hint)
 
     def _trouble(self, message: Message, waited_s: float) -> OnefoldError | None:
         """The reason not to wait on; after some seconds other ranks learn what this one awaits."""
@@ -72,9 +112,11 @@ class Peers:
         if roll_call.failure is not None:
             return roll_call.failure.error()
         if waited_s >= PATIENCE_S:
-            roll_call.wait_for(message.waiting())
+            roll_call.wait_for(message.waiting)
         if roll_call.verdict is not None:
             return WireError(no_rank_can_go_on(roll_call.verdict))
+        if roll_call.gone is not None:
+            return self.broken(f"{message.label} to complete", RuntimeError(roll_call.gone))
         if waited_s > self._time_limit():
             return WireError(self._time_is_up(message.label))
         return None
@@ -86,14 +128,6 @@ class Peers:
             hint="a rank left the loop, runs other code, or is slow: onefold.shard(timeout=) "
             "says how many seconds the others wait",
         )
-
-
-def _left(label: str, error: RuntimeError, words: str) -> str:
-    return expected(
-        f"{label} to complete",
-        f"{str(error).splitlines()[0]}; before that, ranks were here:\n{words}",
-        hint="a peer died, left the training loop early, or called other collectives",
-    )
 
 
 def _is_over(work: dist.Work, limit: timedelta) -> bool:
@@ -117,13 +151,12 @@ def works_of(work: Waitable) -> Sequence[dist.Work]:
 class Message:
     """The works of one message, begun on one lane."""
 
-    __slots__ = ("_failure", "_number", "_peers", "_phase", "label", "lane", "works")
+    __slots__ = ("_failure", "_lane", "_number", "_peers", "_phase", "label", "works")
 
-    def __init__(self, peers: Peers, works: Sequence[dist.Work], label: str) -> None:
-        lane = peers.lanes.now
+    def __init__(self, peers: Peers, works: Sequence[dist.Work], lane: Lane, label: str) -> None:
         self._peers, self.works, self.label = peers, works, label
         self._failure: Exception | None = None
-        self.lane, self._number, self._phase = lane, lane.issued, peers.lanes.phase
+        self._lane, self._number, self._phase = lane.name, lane.issued, peers.lanes.phase
 
     def wait(self) -> None:
         """See `Waitable.wait`. A wait that failed fails again at once."""
@@ -140,7 +173,7 @@ class Message:
         """See `Waitable.is_completed`."""
         return all(work.is_completed() for work in self.works)
 
+    @property
     def waiting(self) -> Waiting:
         """Where this rank is, for the other ranks."""
-        lane = self.lane.name
-        return Waiting(self.label, self._phase, lane, self._number, threading.get_ident())
+        return Waiting(self.label, self._phase, self._lane, self._number, threading.get_ident())

@@ -51,6 +51,7 @@ class Quantized:
         staged = exchange.gathering.take(messages.nbytes, torch.uint8, full.device)
         is_difference = own is not None and own.has_base
         self._write(full, staged[slice(*messages.spans[rank])], messages.parts[rank], own)
+        self.group.agree(("gather quantized", cut.identity), label, staged)
         works = exchange.all_gather(staged, messages.spans)
         exchange.count("gather", messages.numels[rank] * (self.group.world_size - 1))
 
@@ -110,6 +111,7 @@ class Quantized:
         messages = self._reduced[key]
         sent = exchange.reducing.take(messages.nbytes, torch.uint8, flags.device)
         self._pack(reduction, messages, sent)
+        self.group.agree(("reduce quantized", cut.identity), label, sent)
         work, received, inbox = exchange.all_to_all(sent, messages.numels, messages.own_nbytes)
         exchange.count("reduce_scatter", sent.nbytes)
 

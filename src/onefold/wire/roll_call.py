@@ -38,6 +38,9 @@ POLL_S = 0.5
 PATIENCE_S = 2.0
 """A rank that has waited this long asks the others where they are."""
 
+LEFT_S = 3.0
+"""A rank that does not answer for so long, after a connection broke, has ended."""
+
 LINGER_S = 1.0
 """A rank that fails alone stays so long at most: the others may learn it from its store."""
 
@@ -99,6 +102,7 @@ class RollCall:
         table: the same list from when they were last asked; "" if they were not.
         is_in_call: True inside of a call that ranks may fail in alone (save, load ...).
         failure: what another rank has announced in that call.
+        gone: the ranks that have ended, in words, once a rank has lost its connection to them.
     """
 
     def __init__(
@@ -110,6 +114,7 @@ class RollCall:
         self.table = ""
         self.is_in_call = False
         self.failure: Failure | None = None
+        self.gone: str | None = None
         self._store, self._rank, self._world_size = store, rank, world_size
         self._waiting: Waiting | None = None
         self._is_whole_job = is_whole_job
@@ -159,11 +164,58 @@ class RollCall:
         except RuntimeError:
             return None
 
+    def find_gone(self) -> str:
+        """Name the ranks that have ended, once a connection broke; "" if that cannot be told.
+
+        A rank that ends with its interpreter leaves a note. One that is killed does not answer.
+        """
+        try:
+            self.gone = self.gone or self._read_gone() or self._ask_who_is_left()
+            self._store.set("gone", self.gone)
+            self._store.add("asked", 1)  # so that all look
+        except RuntimeError:
+            return self.gone or "the process that holds the store of the group ended"
+        return self.gone
+
+    def _ask_who_is_left(self) -> str:
+        """The notes of ranks that have ended, or else those that do not answer."""
+        store, others = self._store, [r for r in range(self._world_size) if r != self._rank]
+        turns = {rank: self._read_turn(rank) for rank in others}
+        store.add("asked", 1)
+        begun = time.monotonic()
+        while (waited := time.monotonic() - begun) < LEFT_S:
+            if said := self._read_gone():
+                return said
+            notes = {r: store.get(f"ended/{r}").decode() for r in others if self._has(f"ended/{r}")}
+            if notes:
+                return "; ".join(f"rank {rank} ended: {note}" for rank, note in notes.items())
+            silent = [rank for rank in others if self._read_turn(rank) == turns[rank]]
+            if not silent or (len(silent) == 1 and waited > 3 * POLL_S):
+                break
+            time.sleep(POLL_S / 10)
+        silent = [rank for rank in others if self._read_turn(rank) == turns[rank]]
+        return "; ".join(f"rank {rank} ended without a word" for rank in silent)
+
+    def _read_turn(self, rank: int) -> int:
+        """The number of the turn in which a rank answered last."""
+        key = f"at/{rank}"
+        return json.loads(self._store.get(key))[0] if self._has(key) else 0
+
+    def _read_gone(self) -> str:
+        return self._store.get("gone").decode() if self._has("gone") else ""
+
+    def _has(self, key: str) -> bool:
+        return self._store.check([key])
+
     def last_words(self) -> str:
         """The list that another rank may have left before it ended."""
         return self._read_verdict() or self.table
 
     def _stop(self, thread: threading.Thread) -> None:
+        with suppress(RuntimeError):  # the store's host has ended
+            self._store.set(f"ended/{self._rank}", _why_it_ends())
+        for lane in self.lanes:
+            lane.cut()
         self._quit.set()
         if thread is not threading.current_thread():
             thread.join(2 * POLL_S)
@@ -183,6 +235,7 @@ class RollCall:
         calls = self._store.add("asked", int(is_stuck))
         if calls != self._calls:
             self._calls = calls
+            self.gone = self.gone or self._read_gone() or None
             answer = asdict(self._answer(is_stuck))
             self._store.set(f"at/{self._rank}", json.dumps([self._turns, answer]))
         if is_stuck and self.verdict is None:
@@ -219,7 +272,7 @@ class RollCall:
     def _read_verdict(self) -> str | None:
         """The verdict of any rank; None if there is none, or no store any more."""
         try:
-            return self._store.get("verdict").decode() if self._store.check(["verdict"]) else None
+            return self._store.get("verdict").decode() if self._has("verdict") else None
         except RuntimeError:
             return None
 
@@ -236,14 +289,20 @@ class RollCall:
     def _answer(self, stuck: bool) -> Answer:
         waiting, issued = self._waiting, {lane.name: lane.issued for lane in self.lanes}
         if waiting is not None:
-            frame = sys._current_frames().get(waiting.thread)
-            label = waiting.label.removesuffix(f" on rank {self._rank}")
-            what = describe(waiting.phase, label, frame)
-            return Answer(f"{what}{_at(frame)}", stuck, waiting.lane, waiting.number, issued)
+            return Answer(self._place(waiting), stuck, waiting.lane, waiting.number, issued)
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         is_theirs = _is_in_torch_collective(frame)
         what = "a collective of torch" if is_theirs else "no collective"
         return Answer(f"{what}{_at(frame)}", stuck and is_theirs, None, 0, issued)
+
+    def place_of(self, waiting: Waiting) -> str:
+        """This rank's line of a list that says where all ranks are."""
+        return f"  rank {self._rank}: {self._place(waiting)}"
+
+    def _place(self, waiting: Waiting) -> str:
+        frame = sys._current_frames().get(waiting.thread)
+        label = waiting.label.removesuffix(f" on rank {self._rank}")
+        return f"{describe(waiting.phase, label, frame)}{_at(frame)}"
 
 
 class _Stacks:
@@ -276,6 +335,16 @@ class _Stacks:
                 inside = takewhile(lambda path: path.startswith(_TORCH), paths)
                 return any(path.endswith(_WAIT_FOR_RANKS) for path in inside)
         return False
+
+
+def _why_it_ends() -> str:
+    """Why this rank takes no part any more, for the others."""
+    if threading.main_thread().is_alive():
+        return "it has deleted its sharded module"
+    error = getattr(sys, "last_value", None)  # what the interpreter printed
+    if error is None:
+        return "its script is over"
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def no_rank_can_go_on(table: str) -> str:

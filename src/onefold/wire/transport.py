@@ -150,6 +150,7 @@ class Composed:
     ) -> Ticket:
         """See `Transport.gather`."""
         exchange = self.exchange
+        self.group.agree(("gather", cut.identity), label, full)
         numel, finish = cut.packed_numel, None
         if exchange.coalesces:
             self.group.begin_one(full.device)
@@ -186,6 +187,7 @@ class Composed:
         """See `Transport.reduce_scatter`."""
         cut, label, partials = reduction.cut, reduction.label, reduction.partials
         out, fresh = reduction.out, reduction.fresh
+        self.group.agree(("reduce", cut.identity), label, partials[0])
         works: list[Waitable] = []
         received: list[Tensor] = []
         coalesces = self.exchange.coalesces

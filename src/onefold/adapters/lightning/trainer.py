@@ -129,7 +129,8 @@ def share_buffers(module: nn.Module) -> None:
         by_dtype.setdefault(buffer.dtype, []).append(buffer.detach())
     for buffers in by_dtype.values():
         flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-        group.broadcast(flat, 0).wait()
+        group.agree(("buffers", flat.nbytes), "buffers of rank 0", flat)
+        group.wait(group.broadcast(flat, 0), "buffers of rank 0")
         if group.rank > 0:
             parts = flat.split([buffer.numel() for buffer in buffers])
             for buffer, part in zip(buffers, parts, strict=True):
