@@ -34,6 +34,7 @@ REFUSALS = (
     "sharded dimension",
     "Sharding propagation failed",
     "not supported for tensor subclasses",
+    "Tensor lists must have the same number",
 )
 """Words of errors of DTensor for what it does not define on these rows."""
 
