@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import onefold
-from onefold.errors import StateError, WireError
+from onefold.errors import WireError
 from onefold.layout.ledger import Kind
 from tests.support.ranks import run_ranks, seeded
 
@@ -156,45 +156,6 @@ def test_indexed_assignments_write_to_the_parameter(world_size, stage, how):
         torch.testing.assert_close(module(x), plain(x))
 
     run_ranks(world_size, body)
-
-
-LOST: dict[str, Any] = {
-    "zero_": lambda p: p[0].zero_(),
-    "iadd": lambda p: p[0, 1].add_(1),
-    "of a row": lambda p: p[0].__setitem__(1, 5.0),
-    "by a tensor": lambda p: p[0].add_(torch.ones(3)),
-    "select": lambda p: torch.select(p, 0, 0).fill_(1),
-    "of data": lambda p: p.data[0].zero_(),
-    "of a gradient": lambda p: p.grad[0].zero_(),
-}
-
-
-@WORLDS
-@pytest.mark.parametrize("how", LOST)
-def test_writes_to_gathered_rows_are_errors_that_name_the_parameter(world_size, how):
-    def body(rank: int) -> None:
-        module, _ = sharded()
-        module(torch.ones(2, 3)).sum().backward()
-        before = rows_of(module)["many"]
-        with torch.no_grad(), pytest.raises(StateError) as error:
-            LOST[how](module.many)
-        assert f"'many' on rank {rank}" in str(error.value)
-        assert "hint:" in str(error.value)
-        assert torch.equal(rows_of(module)["many"], before)
-
-    run_ranks(world_size, body)
-
-
-def test_an_augmented_assignment_to_a_part_is_an_error_or_right():
-    def body(rank: int) -> None:
-        module, _ = sharded()
-        with torch.no_grad(), pytest.raises(StateError, match="'many' on rank"):
-            module.many[0, 1] += 1
-        copy = module.many[torch.tensor([0, 1])]  # no view: as in plain PyTorch
-        with torch.no_grad():
-            copy.detach().clone().zero_()
-
-    run_ranks(2, body)
 
 
 class Twins(nn.Module):

@@ -23,13 +23,13 @@ from onefold.compose.tiers import budget_of, build_tiers, describe
 from onefold.config import STAGES, Offload
 from onefold.engine import guards
 from onefold.engine.adapters import show_whole
-from onefold.engine.behaviour import check_step
 from onefold.engine.engine import Engine
 from onefold.engine.first_batch import compare_first_batches
 from onefold.engine.hooks import InferenceHooks, ModuleHooks, hook
 from onefold.engine.joining import adopt_later, bind, replace_parameters
 from onefold.engine.registry import ENGINE
 from onefold.engine.run_facts import RunFacts
+from onefold.engine.step_checks import check_step
 from onefold.layout import packed
 from onefold.layout.ledger import Ledger
 from onefold.layout.module_tree import ModuleTree

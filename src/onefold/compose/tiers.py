@@ -87,13 +87,16 @@ def budget_of(
 
 def elementwise(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
     """Return the optimizers whose states have an element for each of a parameter's."""
-    return [optimizer for optimizer in optimizers if behaviour_of(optimizer).kind == "elementwise"]
+    behaviours = [(optimizer, behaviour_of(optimizer)) for optimizer in optimizers]
+    return [
+        optimizer for optimizer, known in behaviours if known.adds or known.kind == "elementwise"
+    ]
 
 
 def moments_of(
     plan: UnitPlan, stepped: torch.dtype, optimizers: Sequence[Optimizer]
 ) -> dict[str, torch.dtype]:
-    """Return the states that elementwise optimizers will keep for each element of a unit."""
+    """Return the states that `elementwise` optimizers will keep for each element of a unit."""
     members = {id(owned.parameter) for owned in plan.members if owned.parameter.requires_grad}
     moments: dict[str, torch.dtype] = {}
     for optimizer in optimizers:

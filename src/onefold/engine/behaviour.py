@@ -35,7 +35,6 @@ from onefold.engine.rules import (
     unhooked_step,
 )
 from onefold.errors import ConfigError
-from onefold.recipe import Recipe
 
 Kind = Literal["elementwise", "parameter", "coupled"]
 DECLARED = "_onefold_kind"
@@ -60,6 +59,7 @@ class Behaviour:
         adds: coupled by sums over all elements alone.
         in_blocks: blocks of offloaded states can be stepped one by one, in the background.
         searches: a step evaluates its closure at other weights than those before the step.
+        differentiates: a step takes gradients of gradients, so backward must record a graph.
         moments: names of the states with an element for each of the parameter's, after one step;
             None where no probe has seen them.
     """
@@ -68,6 +68,7 @@ class Behaviour:
     adds: bool = False
     in_blocks: bool = False
     searches: bool = False
+    differentiates: bool = False
     moments: tuple[str, ...] | None = None
 
     def is_flat(self, rest_world: int) -> bool:
@@ -84,7 +85,8 @@ def declare(cls: type[Optimizer], kind: Kind) -> None:
     Args:
         cls: the class of the optimizer.
         kind: "elementwise" (flat groups and offload), "parameter" (each parameter is stepped whole
-            by one rank) or "coupled" (stages 1 to 3 are refused).
+            by one rank) or "coupled" (stages 1 to 3 are refused, unless a probe finds that only
+            sums over all elements are shared).
 
     Raises:
         ConfigError: for another word, or for a class that is no optimizer.
@@ -108,6 +110,7 @@ def behaviour_of(optimizer: Optimizer) -> Behaviour:
         adds=bool(coupled) and all(behaviour.adds for behaviour in groups),
         in_blocks=all(behaviour.in_blocks for behaviour in groups),
         searches=any(behaviour.searches for behaviour in groups),
+        differentiates=any(behaviour.differentiates for behaviour in groups),
     )
 
 
@@ -118,14 +121,19 @@ def group_behaviour(optimizer: Optimizer, group: dict[str, Any]) -> Behaviour:
     if isinstance(optimizer, LBFGS):
         return Behaviour("coupled", searches=True)
     if "compile" in getattr(unhooked_step(kind), "__code__", _NOTHING).co_names:
-        return Behaviour(declared or "parameter")  # it compiles each shape, for seconds
-    question = _try(_Question.of, optimizer, group)
-    behaviour = Behaviour()
-    if question:
-        behaviour = _probed(question) or _probed(replace(question, closes=True)) or behaviour
+        behaviour = Behaviour()  # it compiles each shape, for seconds
+    else:
+        behaviour = _probed_group(optimizer, group)
     if declared is None or declared == behaviour.kind:
         return behaviour
     return Behaviour(declared, in_blocks=declared == "elementwise")
+
+
+def _probed_group(optimizer: Optimizer, group: dict[str, Any]) -> Behaviour:
+    question = _try(_Question.of, optimizer, group)
+    if not question:
+        return Behaviour()
+    return _probed(question) or _probed(replace(question, closes=True)) or Behaviour()
 
 
 def moments_of_group(
@@ -228,8 +236,8 @@ def _probed(question: _Question) -> Behaviour | None:
     before = torch.get_rng_state()
     try:
         return _compare(question, before)
-    except Exception:  # whatever a class raises on parameters that it is not made for
-        return None
+    except Exception as error:  # whatever a class raises on parameters that it is not made for
+        return Behaviour(differentiates=True) if "does not have a grad_fn" in str(error) else None
     finally:
         if not torch.equal(before, torch.get_rng_state()):
             torch.set_rng_state(before)
@@ -247,14 +255,13 @@ def _compare(question: _Question, generator: Tensor) -> Behaviour:
     halves = zip(apart, together.moved.split([6, 12]), strict=True)
     is_same = all(torch.equal(run.moved.nan_to_num(), half.nan_to_num()) for run, half in halves)
     if not is_same or any(repr(run.numbers()) != repr(together.numbers()) for run in apart):
-        return Behaviour("coupled", adds=_try(_adds, question))
+        rows = _try(_adds, question)
+        return Behaviour("coupled", adds=bool(rows), moments=_moments(rows) if rows else None)
     wanted = _try(_elementwise, question)
     if not wanted:
         return Behaviour("coupled" if together.has_common() else "parameter")
-    moments = tuple(k for k, v in wanted.entries()[0].items() if _is_moment(v, wanted))
-    return Behaviour(
-        "elementwise", in_blocks=_try(_steps_blocks, question, wanted), moments=moments
-    )
+    in_blocks = bool(_try(_steps_blocks, question, wanted))
+    return Behaviour("elementwise", in_blocks=in_blocks, moments=_moments(wanted))
 
 
 def _try(test: Callable[..., Any], *args: Any) -> Any:
@@ -274,14 +281,15 @@ def _elementwise(question: _Question) -> _Run | None:
     return flat if can_cut and flat.is_like(together) else None
 
 
-def _adds(question: _Question) -> bool:
-    """True if twice the sums over own rows are the sums over these rows and a copy of them."""
+def _adds(question: _Question) -> _Run | None:
+    """Return the run over own rows if its sums, doubled, are those over the rows and a copy."""
     together = _stepped(question, [*MATRICES, *MATRICES])
     rows = summed_rows(lambda total: total + total)
     flat = _stepped(question, [(_numel(MATRICES),)], like=rows)
     values = (value for entry in flat.entries() for value in entry.values())
     can_cut = all(_is_moment(value, flat) or _is_number(value) for value in values)
-    return can_cut and not flat.has_common() and flat.is_like(together, ROUNDED)
+    is_right = can_cut and not flat.has_common() and flat.is_like(together, ROUNDED)
+    return flat if is_right else None
 
 
 def _steps_blocks(question: _Question, wanted: _Run) -> bool:
@@ -352,6 +360,11 @@ def _numel(shapes: Sequence[Sequence[int]]) -> int:
     return sum(map(math.prod, shapes))
 
 
+def _moments(flat: _Run) -> tuple[str, ...]:
+    """Names of the states with an element for each of the only parameter's."""
+    return tuple(name for name, value in flat.entries()[0].items() if _is_moment(value, flat))
+
+
 def _is_moment(value: object, run: _Run) -> bool:
     """True for a state with an element for each of a parameter's, of its dtype."""
     kinds, shapes = {Tensor, *map(type, run.parameters)}, [p.shape for p in run.parameters]
@@ -379,42 +392,3 @@ def _are_near(mine: dict[str, Any], wanted: dict[str, Any], tolerance: float) ->
         else repr(mine[key]) == repr(value)
         for key, value in wanted.items()
     )
-
-
-def check_step(optimizer: Optimizer, recipe: Recipe) -> None:
-    """Raise `ConfigError` for an optimizer whose step would be another one than the class's.
-
-    Ranks hold parts of all parameters above stage 0, and offloaded states are stepped in blocks.
-    """
-    behaviour, name = behaviour_of(optimizer), type(optimizer).__name__
-    held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-    has_meshes = any(unit.ranks for unit in recipe.units)
-    if recipe.rest_world > 1 or has_meshes:
-        if behaviour.searches:
-            raise _apart(name, "which evaluates its closure at other weights")
-        if behaviour.kind == "coupled" and (has_meshes or not behaviour.adds):
-            raise _apart(name, "whose step of a parameter depends on the other parameters")
-        if behaviour.kind == "coupled" and not all(tensor.dim() for tensor in held):
-            raise _apart(name, "which would count a parameter without dimensions on every rank")
-        if behaviour.kind == "parameter" and acts_outside(type(optimizer)):
-            raise _apart(name, "whose train() and eval() need states that other ranks keep")
-    if any(unit.is_offloaded for unit in recipe.units) or not recipe.rests_near:
-        hint = "offload=None, or AdamW, SGD, RMSprop and their like"
-        wanted = "an optimizer whose step can be cut into blocks, for offloaded states"
-        if not behaviour.in_blocks:
-            raise ConfigError(wanted, f"{name}: {_WHY[behaviour.kind]}", hint=hint)
-        if any(tensor.is_complex() for tensor in held):
-            raise ConfigError(wanted, f"{name} of complex parameters", hint="offload=None")
-
-
-_WHY = {
-    "elementwise": "it keeps numbers of its own that every block would change",
-    "parameter": "it steps whole parameters",
-    "coupled": "its step of a parameter depends on the other parameters",
-}
-
-
-def _apart(name: str, why: str) -> ConfigError:
-    hint = "use stage=0, where every rank steps all parameters, or another one, such as AdamW"
-    wanted = "an optimizer that steps each parameter by itself, as ranks step different ones"
-    return ConfigError(wanted, f"{name}, {why}", hint=hint)

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
-from onefold.engine.behaviour import behaviour_of, check_step
+from onefold.engine.behaviour import behaviour_of
 from onefold.engine.engine import Engine
 from onefold.engine.flat_groups import cannot_cut
 from onefold.engine.optimizer import OptimizerBinding
+from onefold.engine.step_checks import check_step, wrapped_by
 from onefold.errors import StateError
 
 
@@ -55,7 +56,7 @@ class _Adoption:
     @torch._disable_dynamo  # [Note: torch.compile] in hooks.py
     def __call__(self, optimizer: Optimizer, *_: object) -> None:
         engine = self.engine()
-        if engine is None:
+        if engine is None or wrapped_by(optimizer) is not None:  # the one inside is adopted
             return
         binding = binding_of(optimizer)
         if binding is not None:

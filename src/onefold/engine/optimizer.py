@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_iter
 
 from onefold.engine.behaviour import behaviour_of, moments_of_group
 from onefold.engine.blocks import reserve_slots
@@ -203,6 +204,8 @@ class OptimizerBinding:
                 group["fused"] = True
         optimizer.state = state
         self._is_entered = True
+        if replaced:
+            replaced[0][1].expect([tensor for group in stand_ins for tensor in group])
         return replaced
 
     def _check_trains(self, optimizer: Optimizer) -> None:
@@ -360,7 +363,8 @@ class OptimizerBinding:
         storages: dict[int, int] = {}
         for tensor, entry in state.items():
             if id(tensor) in engine.by_sharded:
-                for name, value in entry.items():
+                kept = [(n, v) for n, own in entry.items() for v in tree_iter(own)]  # also lists
+                for name, value in kept:
                     is_moment = tensor.dim() == 0 and name not in NUMBERS
                     if isinstance(value, Tensor) and (value.dim() > 0 or is_moment):
                         local: Tensor = getattr(value, "_local_tensor", value)
@@ -375,12 +379,18 @@ class _Evaluated:
 
     def __init__(self, loss: object, name: str) -> None:
         self._losses, self._name = [loss], name
+        self._versions: list[tuple[Tensor, int]] = []
+
+    def expect(self, weights: Sequence[Tensor]) -> None:
+        """Hold the loss to be that of the weights as they are now."""
+        self._versions = [(tensor, tensor._version) for tensor in weights]
 
     def __call__(self) -> object:
-        if not self._losses:
+        is_edited = any(tensor._version != version for tensor, version in self._versions)
+        if is_edited or not self._losses:
             raise StateError(
-                "a step that evaluates its closure once, as sharded parameters are swapped in it",
-                f"{self._name}, which evaluates it again",
+                "a step that evaluates its closure once, at the weights before the step",
+                f"{self._name}, which evaluates it {'at others' if is_edited else 'again'}",
                 hint="an optimizer that needs one gradient a step, such as AdamW",
             )
         return self._losses.pop()

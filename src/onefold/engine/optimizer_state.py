@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from onefold.engine.engine import Engine
 from onefold.engine.rules import State
 from onefold.errors import StateError
-from onefold.unit.logical import DetachedShard, LogicalTensor, dtensor_over
+from onefold.unit.logical import DetachedShard, LogicalTensor, dtensor_over, warn_of_shards
 from onefold.unit.parameter import UnitParameter
 
 KEPT_BY, OF_RANKS = "onefold_kept_by", "onefold_of_ranks"
@@ -31,7 +31,18 @@ KEPT_BY, OF_RANKS = "onefold_kept_by", "onefold_of_ranks"
 
 def name_keeper(parameter: UnitParameter, rank: int) -> dict[str, Any]:
     """Return what stands for the state of a parameter whose state `rank` keeps."""
-    return {KEPT_BY: rank, OF_RANKS: parameter.unit.context.rest_world}
+    return {KEPT_BY: _Keeper(rank), OF_RANKS: parameter.unit.context.rest_world}
+
+
+class _Keeper(int):
+    """The rank that keeps a state, in a state dict. Pickling it warns: the state is not there."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> _Keeper:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        warn_of_shards()
+        return int, (int(self),)
 
 
 def own_state(parameter: UnitParameter, state: Mapping[str, Any]) -> dict[str, Any]:

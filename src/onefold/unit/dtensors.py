@@ -17,7 +17,7 @@ and passes the unsharded parameter on. So the gradient flows to the tensor that 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -123,14 +123,20 @@ def _is_into_shards(func: Callable[..., Any], target: Any, unit: Any) -> bool:
 
 
 def _own_memory(outputs: Any, unsharded: list[Tensor]) -> Any:
-    """An output that stays valid when the unsharded parameters are freed."""
-    if isinstance(outputs, UnshardedParameter):  # a function that gave back its argument
-        outputs = outputs.view_as(outputs)
-    if isinstance(outputs, Tensor) and not torch.is_grad_enabled():
-        storages = {weight.untyped_storage().data_ptr() for weight in unsharded}
-        if outputs.untyped_storage().data_ptr() in storages:
-            return outputs.clone()  # without a graph nothing keeps them unsharded
-    return outputs
+    """Outputs that stay valid when the unsharded parameters are freed."""
+    is_recorded = torch.is_grad_enabled()  # else no graph keeps them unsharded
+    freed = () if is_recorded else [weight.untyped_storage().data_ptr() for weight in unsharded]
+
+    def own(output: Any) -> Any:
+        if isinstance(output, Iterator):
+            return map(own, output)
+        if isinstance(output, UnshardedParameter):  # a function that gave back its argument
+            output = output.view_as(output)
+        if freed and isinstance(output, Tensor) and output.untyped_storage().data_ptr() in freed:
+            return output.clone()
+        return output
+
+    return tree_map(own, outputs)
 
 
 class _AtRest:

@@ -34,11 +34,20 @@ REFUSALS = (
     "sharded dimension",
     "Sharding propagation failed",
     "not supported for tensor subclasses",
+    "Tensor lists must have the same number",
 )
 """Words of errors of DTensor for what it does not define on these rows."""
 
 SHAPED = {Tensor.view_as, Tensor.reshape_as, Tensor.expand_as}
 """They need the shape alone of their second operand."""
+
+_VIEWS = {
+    "__getitem__", "__iter__", "select", "narrow", "view", "reshape", "flatten", "unflatten",
+    "ravel", "t", "transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "adjoint",
+    "unbind", "chunk", "split", "split_with_sizes", "tensor_split", "hsplit", "vsplit", "dsplit",
+    "squeeze", "unsqueeze", "diagonal", "expand", "broadcast_to", "unfold",
+    "as_strided", "view_as_real", "real", "imag",
+}  # fmt: skip
 
 _BOUNDS = {
     "max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "median", "nanmedian",
@@ -62,6 +71,12 @@ def has_no_identity(
         return True
     orders = [a for a in (*args, *kwargs.values()) if isinstance(a, int | float | str)]
     return name in _NORMS and any(str(order) in ("inf", "-inf") for order in orders)
+
+
+def is_view(func: Callable[..., Any]) -> bool:
+    """True for functions whose result shares memory with their first argument."""
+    getter = getattr(getattr(func, "__self__", None), "__name__", "")
+    return getattr(func, "__name__", "") in _VIEWS or getter in _COMPUTED_GETTERS
 
 
 READS = {

@@ -7,7 +7,7 @@ each rank. And DTensor loses an indexed write, because it writes to a gathered c
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -29,8 +29,10 @@ from onefold.unit.functions import (
     REFUSALS,
     SHAPED,
     has_no_identity,
+    is_view,
     writes,
 )
+from onefold.unit.gathered_view import view_of_rows
 
 
 class LogicalValues(DTensor):
@@ -73,6 +75,8 @@ def run_sharded(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     """
     if func is Tensor.__setitem__ and isinstance(args[0], DTensor):
         return _set_item(*args)
+    if makes_view(func, args) and _cuts_rows(func, args, kwargs):
+        return view_of_rows(func, args[0], *tree_map(_plain, (args[1:], kwargs)))
     if func is Tensor.__getitem__ and isinstance(args[0], DTensor) and _is_list(args[1]):
         return args[0].full_tensor()[tree_map(_plain, args[1])]
     if func in FILLS:
@@ -100,6 +104,29 @@ def _refuse_lost_write(target: DTensor) -> None:
     own, seen = base._local_tensor.untyped_storage(), target._local_tensor.untyped_storage()
     if own.data_ptr() != seen.data_ptr():
         raise refusals.LOST_WRITE(getattr(base, "_label", LogicalValues._label))
+
+
+def makes_view(func: Callable[..., Any], args: Sequence[Any]) -> bool:
+    """True for a view, outside of any graph, of a tensor that ranks share."""
+    if not (args and is_view(func) and isinstance(args[0], LogicalValues)):
+        return False
+    is_recorded = torch.is_grad_enabled() and args[0].requires_grad
+    return not is_recorded and not any(p.is_partial() for p in args[0].placements)
+
+
+def _cuts_rows(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True for a view that needs rows of other ranks. Nothing is sent: DTensor tries on `meta`."""
+    target, *others = args
+    is_torchs = not (cut_dtensor.is_weighted(target) or torch.is_inference_mode_enabled())
+    if not is_torchs or any(map(_is_list, others)) or func is Tensor.__iter__:
+        return True
+    try:
+        rows = dtensor_over(DTensor, target._local_tensor.to("meta"), target._spec)
+        views = func(rows, *others, **kwargs)
+    except RuntimeError:  # DTensor does not define it on these rows
+        return True
+    kept = [placement.is_shard() for placement in target.placements]
+    return any([p.is_shard() for p in view.placements] != kept for view in tree_iter(views))
 
 
 def _set_item(target: DTensor, index: Any, value: Any) -> None:
@@ -185,7 +212,7 @@ def needs_plain(func: Callable[..., Any], leaves: list[Any]) -> bool:
 
     Writes keep their target: on a copy they would do nothing.
     """
-    if writes(func) or func in SHAPED:
+    if writes(func) or func in SHAPED or makes_view(func, leaves):
         return False
     if cut_dtensor.needs_whole(func, leaves) or func is torch.allclose:  # not defined by DTensor
         return True

@@ -405,7 +405,7 @@ class UnitParameter(ShardedForm):
         with torch._C.DisableTorchFunctionSubclass():
             if self._template is None or torch.is_inference_mode_enabled():
                 self.unit.edits.bump(others=1)
-                return self.sharded.data
+                return logical.as_logical(self.sharded.data)
             if self._data is None:
                 self._data = self.sharded.data
                 self._data.__class__ = logical.ShownData

@@ -1,0 +1,74 @@
+"""Refuse optimizers whose step would be another one than the class's, before anything changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from onefold.engine.behaviour import Behaviour, acts_outside, behaviour_of
+from onefold.errors import ConfigError
+from onefold.recipe import Recipe
+
+_WHY = {
+    "elementwise": "it keeps numbers of its own that every block would change",
+    "parameter": "it steps whole parameters",
+    "coupled": "its step of a parameter depends on the other parameters",
+}
+
+
+def check_step(optimizer: Optimizer, recipe: Recipe) -> None:
+    """Raise `ConfigError` for an optimizer that cannot be stepped right under a recipe.
+
+    Ranks hold parts of all parameters above stage 0, and offloaded states are stepped in blocks.
+    """
+    _check_kind(optimizer)
+    behaviour, name = behaviour_of(optimizer), type(optimizer).__name__
+    held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    if behaviour.differentiates:
+        got = f"{name}, which differentiates gradients: those of sharded parameters have no graph"
+        hint = "an optimizer such as AdamW, or Muon and Shampoo for matrices"
+        raise ConfigError("an optimizer that takes gradients as numbers", got, hint=hint)
+    has_meshes = any(unit.ranks for unit in recipe.units)
+    if recipe.rest_world > 1 or has_meshes:
+        why = _why_together(behaviour, held, has_meshes=has_meshes)
+        if behaviour.kind == "parameter" and acts_outside(type(optimizer)):
+            why = why or "whose train() and eval() need states that other ranks keep"
+        if why:
+            hint = "use stage=0, where every rank steps all parameters, or another one, as AdamW"
+            wanted = "an optimizer that steps each parameter by itself: ranks step different ones"
+            raise ConfigError(wanted, f"{name}, {why}", hint=hint)
+    if any(unit.is_offloaded for unit in recipe.units) or not recipe.rests_near:
+        hint = "offload=None, or AdamW, SGD, RMSprop and their like"
+        wanted = "an optimizer whose step can be cut into blocks, for offloaded states"
+        if not behaviour.in_blocks:
+            raise ConfigError(wanted, f"{name}: {_WHY[behaviour.kind]}", hint=hint)
+        if any(tensor.is_complex() for tensor in held):
+            raise ConfigError(wanted, f"{name} of complex parameters", hint="offload=None")
+
+
+def wrapped_by(optimizer: Optimizer) -> str | None:
+    """Return the attribute in which an optimizer keeps another one that steps its parameters."""
+    kept = (name for name, value in vars(optimizer).items() if isinstance(value, Optimizer))
+    return next(kept, None)
+
+
+def _check_kind(optimizer: Optimizer) -> None:
+    """Raise `ConfigError` for an optimizer that has another one step its parameters."""
+    inner, name = wrapped_by(optimizer), type(optimizer).__name__
+    if inner is not None:
+        hint = f"onefold.shard(module, optimizer.{inner}), and call step() of {name} as before"
+        got = f"{name}, which wraps {type(getattr(optimizer, inner)).__name__}"
+        raise ConfigError("an optimizer that steps its parameters itself", got, hint=hint)
+
+
+def _why_together(behaviour: Behaviour, held: Sequence[Tensor], *, has_meshes: bool) -> str:
+    """Return why an optimizer needs the parameters of all ranks; empty if it does not."""
+    if behaviour.searches:
+        return "which evaluates its closure at other weights"
+    if behaviour.kind == "coupled" and (has_meshes or not behaviour.adds):
+        return "whose step of a parameter depends on the other parameters"
+    if behaviour.kind == "coupled" and not all(tensor.dim() for tensor in held):
+        return "which would count a parameter without dimensions on every rank"
+    return ""
