@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from tests.support import forking
+from tests.support.commands import Command
 from tests.support.forking import TASKS, await_ended_threads
 from tests.support.ranks import run_processes
 
@@ -60,3 +62,13 @@ def test_forked_ranks_multiply_right_after_threads_did():
         for thread in threads:
             thread.join()
         run_processes(2, _multiplies)
+
+
+def sleep_on() -> None:
+    time.sleep(60)
+
+
+def test_a_command_that_hangs_says_in_which_line():
+    command = Command(sleep_on, ["sleep"], None, 0.5, forks_ranks=False)
+    with pytest.raises(TimeoutError, match="in sleep_on"):
+        command.end()

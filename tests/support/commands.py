@@ -7,6 +7,7 @@ environments and signals are those of fresh ones, which a few tests start all th
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import logging
 import os
@@ -265,6 +266,7 @@ def _be(body: Callable[[], Any], out: int, err: int) -> None:
         os.dup2(out, 1)
         os.dup2(err, 2)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        faulthandler.register(signal.SIGALRM, sys.stderr, chain=True)  # says where it hangs
         warnings.resetwarnings()
         warnings.simplefilter("ignore", DeprecationWarning)
         code = body() or 0

@@ -3,6 +3,7 @@
 A thread that is over for Python still gives back what libraries keep for each thread, under their
 locks. A process that is forked meanwhile has these locked for good, and spins in its first matrix
 product (MKL; three of four children within a hundred tries beside busy cores, none of 1,600 so).
+On a full machine a thread may wait for long until it can end: it is runnable then.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ HANG_S = 300.0
 """A wait in a test that takes longer is a hang: minutes, as other work may fill the machine."""
 
 TASKS = Path("/proc/self/task")
-PATIENCE_S, POLL_S = 0.5, 0.002
+PATIENCE_S, RUNNABLE_S, POLL_S = 0.5, 20.0, 0.002
 
 _staying: set[int] = (
     set()
@@ -24,12 +25,15 @@ _staying: set[int] = (
 
 
 def await_ended_threads() -> None:
-    """Return when no thread of this process is about to end, or has been for `PATIENCE_S`."""
+    """Return when no thread of this process is about to end, or none has run for `PATIENCE_S`."""
     if sys.platform != "linux":
         return
-    deadline = time.monotonic() + PATIENCE_S
+    begun = last_ran = time.monotonic()
     while ending := _ending():
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if now < begun + RUNNABLE_S and any(map(_is_runnable, ending)):
+            last_ran = now
+        if now > last_ran + PATIENCE_S:
             _staying.update(ending)
             return
         time.sleep(POLL_S)
@@ -38,3 +42,12 @@ def await_ended_threads() -> None:
 def _ending() -> set[int]:
     alive = {thread.native_id for thread in threading.enumerate()}
     return {int(task.name) for task in TASKS.iterdir()} - alive - _staying
+
+
+def _is_runnable(thread: int) -> bool:
+    """True if the thread runs or waits for a core; False if it waits for something else, or ended."""
+    try:
+        stat = (TASKS / str(thread) / "stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] == "R"
