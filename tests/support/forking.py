@@ -45,7 +45,7 @@ def _ending() -> set[int]:
 
 
 def _is_runnable(thread: int) -> bool:
-    """True if the thread runs or waits for a core; False if it waits for something else, or ended."""
+    """True if the thread runs or waits for a core, not for something else."""
     try:
         stat = (TASKS / str(thread) / "stat").read_text()
     except OSError:
