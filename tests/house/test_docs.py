@@ -161,7 +161,7 @@ def weights_after(rank: int, program: Program) -> tuple[int, dict[str, Tensor]]:
 
 
 def test_the_recipe_for_the_position_in_the_data_resumes_at_the_next_row(tmp_path, monkeypatch):
-    """The second run goes on at step 6 of 8: from the start it would save step 3 again, an error."""
+    """The second run goes on at step 6 of 8: from the start it would save step 3 again."""
     monkeypatch.chdir(tmp_path)
     program, *_ = programs(ROOT / "docs" / "guides" / "data-position.md")
     whole, *_ = run_ranks(3, weights_after, program)
