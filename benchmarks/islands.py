@@ -385,7 +385,7 @@ def show_losses(runs: list[Options]) -> list[str]:
     """Held-out losses beside data parallelism, bytes beside the closed form."""
     parallel, *others = runs
     lines = [
-        "| scheme | held-out loss | beside data parallel | beside exact | bytes sent |",
+        "| scheme | held-out loss | against data parallel | against exact | bytes sent |",
         "|---|---|---|---|---|",
         f"| {PARALLEL} | {parallel['held_out']:.4f} | | | |",
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 EXCLUDED = ("adr/", "development/performance.md", "development/targets.md", "design.md")
@@ -11,8 +12,8 @@ BOOSTS = {"start/": 4.0, "guides/": 3.0, "coming-from/": 2.0, "reference/": 0.5}
 """Factors on the score of pages, by the beginning of their path."""
 
 SYNONYMS = {
-    "start/install.md": "pip install, setup",
-    "start/your-script.md": "sampler, uneven batches",
+    "start/install.md": "pip install, setup, macOS, Windows, Linux",
+    "start/your-script.md": "shard, shard a script, shard a model, sharding, sampler",
     "start/first-8-gpus.md": "8 GPUs, multi-GPU, multiple GPUs, torchrun, single node",
     "start/several-machines.md": "multi-node, multiple nodes",
     "guides/out-of-memory.md": "OOM, CUDA out of memory, OutOfMemoryError, exit code 137, "
@@ -30,10 +31,11 @@ SYNONYMS = {
     "guides/qlora.md": "QLoRA, bitsandbytes, 4-bit, NF4",
     "guides/muon.md": "Muon, Newton-Schulz, Shampoo",
     "guides/slow-links.md": "ZeRO++, quantized communication, hpZ, HSDP, HFSDP, MiCS, "
-    "secondary shards, int8, int4",
+    "secondary shards, int8, int4, wire",
     "guides/islands.md": "DiLoCo, local SGD, outer optimizer",
     "guides/clusters.md": "SLURM, Kubernetes, Ray, NCCL, gloo, firewall",
-    "guides/troubleshooting.md": "error, hang, timeout, deadlock, NCCL timeout, watchdog, NaN",
+    "guides/troubleshooting.md": "error, hang, timeout, deadlock, NCCL timeout, watchdog, NaN, "
+    "wrong loss, loss differs",
     "guides/evaluation.md": "generate, inference, eval",
     "guides/report-page.md": "profile, profiler, trace, slow step",
     "guides/sequence-parallel.md": "context parallel, Ulysses, long context",
@@ -42,7 +44,8 @@ SYNONYMS = {
     "coming-from/fsdp2.md": "FSDP, FSDP2, fully_shard, FullyShardedDataParallel",
     "coming-from/deepspeed.md": "DeepSpeed, ds_config",
 }
-"""Words that the search matches on a page before all others. No page shows them."""
+"""Words that the search matches on a page before all others. No page shows them. A page of the
+reference has the names that it describes, such as `onefold.shard`."""
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -50,6 +53,6 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     path = page.file.src_uri
     boost = next((factor for start, factor in BOOSTS.items() if path.startswith(start)), 1.0)
     page.meta["search"] = {"exclude": path.startswith(EXCLUDED), "boost": boost}
-    if path in SYNONYMS:
-        page.meta["tags"] = SYNONYMS[path].split(", ")
+    words = SYNONYMS[path].split(", ") if path in SYNONYMS else []
+    page.meta["tags"] = [*words, *re.findall(r"^::: (onefold\.\w+)$", markdown, re.M)]
     return markdown

@@ -20,6 +20,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +162,7 @@ def weights_after(rank: int, program: Program) -> tuple[int, dict[str, Tensor]]:
 
 
 def test_the_recipe_for_the_position_in_the_data_resumes_at_the_next_row(tmp_path, monkeypatch):
-    """The second run goes on at step 6 of 8: from the start it would save step 3 again, an error."""
+    """The second run goes on at step 6 of 8: from the start it would save step 3 again."""
     monkeypatch.chdir(tmp_path)
     program, *_ = programs(ROOT / "docs" / "guides" / "data-position.md")
     whole, *_ = run_ranks(3, weights_after, program)
@@ -171,6 +172,25 @@ def test_the_recipe_for_the_position_in_the_data_resumes_at_the_next_row(tmp_pat
     for name, weight in whole[1].items():
         assert torch.equal(weight, again[1][name])
     assert [steps for steps, _ in run_ranks(2, weights_after, program)] == [8, 8]
+
+
+def peaks(**choices: Any) -> dict[tuple[int, str], str]:
+    """Peaks of one of eight devices, as the page on memory prints them, by stage and offload."""
+    cluster = {"ranks": 8, "device_type": "cuda", "memory": 24 << 30}
+    plan = onefold.plan("large", cluster=cluster, seq=1024, precision="bf16", **choices)
+    rows = plan.as_dict()["rows"]
+    return {(r["stage"], r["offload"]): f"{r['nbytes']['device'] / 2**30:.1f}" for r in rows}
+
+
+def test_the_page_on_memory_shows_what_the_planner_predicts():
+    page = (ROOT / "docs" / "guides" / "out-of-memory.md").read_text()
+    shown = re.findall(r"^\| \S.*?\| ([\d.]+)&nbsp;GiB \| ([\d.]+)&nbsp;GiB \|", page, re.M)
+    full = peaks(batch=8, stage=0, offload=None)[0, "none"]
+    fewer = peaks(batch=4, stage=0, offload=None)[0, "none"]
+    recomputed = peaks(batch=8, recompute=True)
+    ways = (0, "none"), (1, "none"), (3, "none"), (3, "optimizer"), (3, "cpu"), (3, "disk")
+    steps = [recomputed[way] for way in ways]
+    assert shown == [(full, fewer), (full, steps[0]), *pairwise(steps)]
 
 
 def test_most_blocks_run():

@@ -35,6 +35,9 @@ FIRST = {
     "slurm": "guides/clusters.html",
     "diloco": "guides/islands.html",
     "zero++": "guides/slow-links.html",
+    "shard": "start/your-script.html",
+    "onefold.shard": "reference/training.html",
+    "onefold.save": "reference/checkpoints.html",
 }
 
 

@@ -649,7 +649,7 @@ def test_the_pick_for_a_model_that_is_no_chain_keeps_as_many_units_as_fit(monkey
         found = train(run, rank, Skipping, stage=3, steps=2)
         for name, value in found[1].items():
             torch.testing.assert_close(value, wanted[1][name], rtol=1e-3, atol=1e-5)
-        assert "no chain of blocks: a skip connection" in notes(found[3])
+        assert "no sequence of blocks: a skip connection" in notes(found[3])
         assert re.search("[1-4] of 5 units kept", notes(found[3])), notes(found[3])
         assert "'layers' sends" not in notes(found[3])
         kept, plain = (onefold.report(each[3]).last_step for each in (found, wanted))

@@ -59,8 +59,7 @@ def accumulate_layers(
     bit. A weight that is used at both ends, as a tied head, is equal up to rounding. Each
     micro-batch draws random numbers from a stream of its own (docs/guides/accumulation.md).
 
-    A model that is no chain of blocks is found out: it runs in the plain order, and the report says
-    why.
+    A model that is no sequence of blocks runs in the plain order, and the report says why.
 
     Args:
         module: one that `shard` has sharded.

@@ -268,7 +268,7 @@ Pairs = list[tuple[Tensor, Tensor]]
 
 
 class NotAChain(Exception):
-    """The module is no chain of blocks; the message says why."""
+    """The module is no sequence of blocks; the message says why."""
 
 
 class Cuts:
