@@ -401,7 +401,7 @@ def test_an_average_of_weights_waits_for_the_step_in_the_background(world_size, 
     monkeypatch.setattr(blocks, "BLOCK_NUMEL", 16)
 
     def body(rank):
-        module = nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)])
+        module = seeded(lambda: nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)]))
         optimizer = SignLike(module.parameters())
         onefold.shard(module, optimizer, stage=3, offload="cpu")
         copies = [p.detach().clone() for p in module.parameters()]
@@ -458,10 +458,10 @@ def test_sums_cost_a_few_bytes_a_step_and_states_are_cut_as_those_of_adam(make):
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (3, 1), (3, 3)])
 def test_states_of_a_class_coupled_by_sums_are_predicted(make, world_size, stage):
     def body(rank):
-        module = nn.Sequential(nn.Linear(64, 60), nn.Linear(60, 64))
+        module = seeded(lambda: nn.Sequential(nn.Linear(300, 240), nn.Linear(240, 300)))
         optimizer = make(module.parameters())
         onefold.shard(module, optimizer, stage=stage)
-        module(torch.ones(2, 64)).square().sum().backward()
+        module(torch.ones(2, 300)).square().sum().backward()
         optimizer.step()
         report = onefold.report(module)
         wanted = report.predicted["optimizer"]
@@ -784,6 +784,21 @@ def test_a_declaration_names_a_class_and_one_of_three_kinds():
         onefold.declare(Renamed, "flat")
     with pytest.raises(onefold.ConfigError, match="pass the class"):
         onefold.declare(Renamed(build().parameters()), "elementwise")
+
+
+def test_a_probe_of_a_matrix_optimizer_steps_a_few_elements_alone():
+    """A preconditioner of n elements has n² (Shampoo): thousands of elements took minutes."""
+    numels = []
+
+    class Normed(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            numels.extend(p.numel() for p in self.param_groups[0]["params"])
+            for p in self.param_groups[0]["params"]:
+                p.sub_(p.grad, alpha=1 / float(p.grad.norm()))
+
+    assert behaviour_of(Normed(build().parameters())).kind == "parameter"
+    assert max(numels) < 100
 
 
 def test_a_probe_leaves_the_optimizer_and_the_generator_as_they_are_and_runs_once():
