@@ -155,10 +155,11 @@ def train(way: Way, choices: dict[str, Any] | None, *, is_reversed: bool = False
         loss.backward(create_graph=word == "graph")
         return loss.detach()
 
+    closures: list[Any] = [closure] if word in ("closure", "base") else []
     for _ in range(STEPS):
         if word != "closure":
             closure()
-        optimizer.step(*([closure] if word in ("closure", "base") else []))
+        optimizer.step(*closures)
     moved = [now - before for now, before in zip(values(module, choices), start, strict=True)]
     if callable(act["eval"]):
         act["eval"]()

@@ -545,6 +545,26 @@ def test_autograd_grad_has_this_ranks_gradients_of_whole_parameters(world_size, 
     run_ranks(world_size, body)
 
 
+@rows
+def test_gradients_stay_after_a_step_and_are_cleared_by_a_load(world_size, stage, tmp_path):
+    plain = seeded(Mixed)
+    for _ in range(2):
+        plain(X).sum().backward()
+
+    def body(rank: int) -> None:
+        module = onefold.shard(seeded(Mixed), stage=stage)
+        optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.0)
+        for _ in range(2):
+            module(X).sum().backward()
+            optimizer.step()
+        torch.testing.assert_close(whole(module.many.grad), plain.many.grad)
+        onefold.save(tmp_path / "saved", module, optimizer)
+        onefold.load(tmp_path / "saved", module, optimizer)
+        assert all(p.grad is None for p in module.parameters())
+
+    run_ranks(world_size, body)
+
+
 REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "unique": lambda p: p.unique(),
     "tolist": lambda p: p.tolist(),

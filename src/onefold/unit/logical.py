@@ -173,7 +173,7 @@ def _like_target(func: Callable[..., Any], target: Any, operands: Any) -> Any:
     return tree_map(cut, operands)
 
 
-def _own_rows(targets: Sequence[Any], operands: Any) -> Any:
+def _own_rows(targets: Any, operands: Any) -> Any:
     """Own rows of each operand of a function that writes to a list, cut as its target is."""
     if not isinstance(operands, list | tuple):
         return operands
