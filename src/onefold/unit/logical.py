@@ -177,7 +177,7 @@ def _own_rows(targets: Any, operands: Any) -> Any:
     """Own rows of each operand of a function that writes to a list, cut as its target is."""
     if not isinstance(operands, list | tuple):
         return operands
-    return [_rows_like(target, value) for target, value in zip(targets, operands, strict=True)]
+    return [_rows_like(target, value) for target, value in zip(targets, operands, strict=False)]
 
 
 def _rows_like(target: Any, value: Any) -> Any:
