@@ -10,7 +10,7 @@ gradients are bitwise those of plain torch. A run is "right" if every weight wen
 torch, to 1e-3 of the largest change of its parameter: Newton-Schulz and fused kernels round
 otherwise. For classes coupled by sums, plain torch is also run with its parameters in reverse:
 where that changes weights by more than 5e-4, twice as much is allowed. Classes that draw random
-numbers only have to run. Of a class that wraps an optimizer, `shard` gets the one inside.
+numbers only have to run. A class that wraps an optimizer is built after `shard`.
 
 The result is a file in `results`, and the table in docs/reference/optimizers.md.
 """
@@ -143,7 +143,10 @@ def train(way: Way, choices: dict[str, Any] | None, *, is_reversed: bool = False
     optimizer = make(Reversed(module) if is_reversed else module)
     act = {name: getattr(optimizer, name, None) for name in ("train", "eval")}
     if choices is not None:
-        onefold.shard(module, stepper(optimizer), **choices)
+        is_around = wrapped_by(optimizer) is not None
+        onefold.shard(module, None if is_around else optimizer, **choices)
+        optimizer = make(module) if is_around else optimizer
+        act = {name: getattr(optimizer, name, None) for name in act}
     if callable(act["train"]):
         act["train"]()
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -155,10 +158,11 @@ def train(way: Way, choices: dict[str, Any] | None, *, is_reversed: bool = False
         loss.backward(create_graph=word == "graph")
         return loss.detach()
 
+    closures: list[Any] = [closure] if word in ("closure", "base") else []
     for _ in range(STEPS):
         if word != "closure":
             closure()
-        optimizer.step(*([closure] if word in ("closure", "base") else []))
+        optimizer.step(*closures)
     moved = [now - before for now, before in zip(values(module, choices), start, strict=True)]
     if callable(act["eval"]):
         act["eval"]()

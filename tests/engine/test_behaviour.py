@@ -15,6 +15,7 @@ from onefold.engine import blocks
 from onefold.engine.behaviour import behaviour_of
 from onefold.engine.registry import engine_of
 from tests.support.ranks import run_ranks, seeded
+from tests.support.zoo import whole
 
 
 class DAdapted(Optimizer):
@@ -395,6 +396,30 @@ def test_an_elementwise_class_of_any_library_is_offloaded_with_the_bits_of_the_d
         assert all(map(torch.equal, weights, wanted))
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_an_average_of_weights_waits_for_the_step_in_the_background(world_size, monkeypatch):
+    monkeypatch.setattr(blocks, "BLOCK_NUMEL", 16)
+
+    def body(rank):
+        module = seeded(lambda: nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)]))
+        optimizer = SignLike(module.parameters())
+        onefold.shard(module, optimizer, stage=3, offload="cpu")
+        copies = [p.detach().clone() for p in module.parameters()]
+        lists = [copied.clone() for copied in copies]
+        for _ in range(3):
+            module(torch.ones(2, 32)).square().sum().backward()
+            optimizer.step()
+            with torch.no_grad():
+                torch._foreach_copy_(lists[-1:], list(module.parameters())[-1:])
+                for copied, p in reversed(list(zip(copies, module.parameters(), strict=True))):
+                    copied.copy_(p)
+            for copied, p in zip(copies, module.parameters(), strict=True):
+                assert torch.equal(whole(copied), whole(p))
+            assert torch.equal(whole(lists[-1]), whole(p))
+
+    run_ranks(world_size, body)
+
+
 @pytest.mark.parametrize("make", SUMS)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_sums_over_all_elements_are_taken_over_all_ranks(make, world_size):
@@ -427,6 +452,44 @@ def test_sums_cost_a_few_bytes_a_step_and_states_are_cut_as_those_of_adam(make):
         return sums.calls
 
     assert run_ranks(3, body) == [4, 4, 4]  # two units, two sums each
+
+
+@pytest.mark.parametrize("make", SUMS)
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (3, 1), (3, 3)])
+def test_states_of_a_class_coupled_by_sums_are_predicted(make, world_size, stage):
+    def body(rank):
+        module = seeded(lambda: nn.Sequential(nn.Linear(300, 240), nn.Linear(240, 300)))
+        optimizer = make(module.parameters())
+        onefold.shard(module, optimizer, stage=stage)
+        module(torch.ones(2, 300)).square().sum().backward()
+        optimizer.step()
+        report = onefold.report(module)
+        wanted = report.predicted["optimizer"]
+        assert wanted > 0
+        assert report.nbytes("optimizer") == pytest.approx(wanted, rel=0.01)
+
+    run_ranks(world_size, body)
+
+
+def test_a_report_counts_the_lists_of_lbfgs():
+    def body(rank):
+        module = seeded(build)
+        optimizer = lbfgs(module.parameters())
+        onefold.shard(module, optimizer, stage=0)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = (module(data()[0]) - data()[1]).pow(2).mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        state = next(iter(optimizer.state.values()))
+        tensors = [*state["old_dirs"], *state["old_stps"], state["d"], state["prev_flat_grad"]]
+        assert len(tensors) > 3
+        assert onefold.report(module).nbytes("optimizer") >= sum(t.nbytes for t in tensors)
+
+    run_ranks(2, body)
 
 
 def rows_of(module):
@@ -511,6 +574,107 @@ def test_a_closure_that_is_evaluated_twice_is_an_error_where_no_probe_has_seen_i
     onefold.shard(module, optimizer, stage=3)
     with pytest.raises(onefold.StateError, match="Twice, which evaluates it again"):
         optimizer.step(lambda: module(data()[0]).sum())
+
+
+class Around(Optimizer):
+    """Moves weights along the gradient before an optimizer inside steps (SAM, arXiv 2010.01412)."""
+
+    def __init__(self, params, base):
+        self.base = base(params, lr=0.1)
+        super().__init__(self.base.param_groups[0]["params"], {})
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure):
+        held = [p for group in self.param_groups for p in group["params"]]
+        moves = [p.grad * 0.01 for p in held]
+        for p, move in zip(held, moves, strict=True):
+            p.add_(move)
+        with torch.enable_grad():
+            closure()
+        for p, move in zip(held, moves, strict=True):
+            p.sub_(move)
+        self.base.step()
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (3, 1), (3, 3)])
+@pytest.mark.parametrize("is_built_after", [False, True])
+def test_of_an_optimizer_around_another_the_one_inside_is_passed_to_shard(
+    world_size, stage, is_built_after
+):
+    def around(rank, world_size, stage=None):
+        module = seeded(build)
+        if is_built_after and stage is not None:
+            onefold.shard(module, stage=stage)
+        optimizer = Around(module.parameters(), torch.optim.AdamW)
+        if stage is not None and not is_built_after:
+            with pytest.raises(onefold.ConfigError, match=r"Around, which wraps AdamW[^$]*\.base"):
+                onefold.shard(module, optimizer, stage=stage)
+            onefold.shard(module, optimizer.base, stage=stage)
+        x, y = (rows.chunk(world_size)[rank] for rows in data())
+
+        def closure():
+            optimizer.zero_grad()
+            (module(x) - y).pow(2).mean().backward()
+
+        for _ in range(3):
+            closure()
+            optimizer.step(closure)
+        with torch.no_grad():
+            return module(data()[0])
+
+    wanted = around(0, 1)
+    for found in run_ranks(world_size, lambda rank: around(rank, world_size, stage)):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+class Curved(Optimizer):
+    """Divides gradients by the curvature along them (AdaHessian, arXiv 2006.00719)."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            (curved,) = torch.autograd.grad(p.grad, p, torch.ones_like(p), retain_graph=True)
+            p.sub_(p.grad / (1 + curved.abs()))
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (3, 1)])
+def test_a_class_that_differentiates_gradients_is_refused_by_name(world_size, stage):
+    def body(rank):
+        module = seeded(build)
+        with pytest.raises(onefold.ConfigError, match="Curved, which differentiates gradients"):
+            onefold.shard(module, Curved(module.parameters()), stage=stage)
+
+    run_ranks(world_size, body)
+
+
+class Elsewhere(OfModel):
+    """Evaluates its closure at other weights, and no probe can build it."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            p.mul_(1.01)
+        closure()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_closure_evaluated_at_other_weights_is_an_error_where_no_probe_has_seen_it(stage):
+    def body(rank):
+        module = seeded(build)
+        optimizer = Elsewhere(module, named={})
+        onefold.shard(module, optimizer, stage=stage)
+
+        def closure():
+            module(data()[0]).sum().backward()
+
+        with pytest.raises(onefold.StateError, match="Elsewhere, which evaluates it at others"):
+            optimizer.step(closure)
+
+    run_ranks(2, body)
 
 
 @pytest.mark.parametrize("make", [Counting, Clipped, DAdapted, Decayed])
@@ -603,11 +767,38 @@ def test_a_declared_class_trains_in_flat_groups_and_offloaded():
             torch.testing.assert_close(ours, theirs)
 
 
+def test_a_class_whose_step_compiles_is_offloaded_if_it_is_declared_elementwise():
+    class Compiling(torch.optim.SGD):
+        def step(self, closure=None):
+            if self.defaults["maximize"]:
+                torch.compile(self.step)
+            return torch.optim.SGD.step(self, closure)
+
+    assert behaviour_of(Compiling(build().parameters())).kind == "parameter"
+    onefold.declare(Compiling, "elementwise")
+    assert behaviour_of(Compiling(build().parameters())).in_blocks
+
+
 def test_a_declaration_names_a_class_and_one_of_three_kinds():
     with pytest.raises(onefold.ConfigError, match="elementwise, parameter, coupled"):
         onefold.declare(Renamed, "flat")
     with pytest.raises(onefold.ConfigError, match="pass the class"):
         onefold.declare(Renamed(build().parameters()), "elementwise")
+
+
+def test_a_probe_of_a_matrix_optimizer_steps_a_few_elements_alone():
+    """A preconditioner of n elements has n² (Shampoo): thousands of elements took minutes."""
+    numels = []
+
+    class Normed(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            numels.extend(p.numel() for p in self.param_groups[0]["params"])
+            for p in self.param_groups[0]["params"]:
+                p.sub_(p.grad, alpha=1 / float(p.grad.norm()))
+
+    assert behaviour_of(Normed(build().parameters())).kind == "parameter"
+    assert max(numels) < 100
 
 
 def test_a_probe_leaves_the_optimizer_and_the_generator_as_they_are_and_runs_once():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from functools import partial
 
 import pytest
@@ -19,9 +20,12 @@ from torch.distributed.tensor import DTensor
 
 import onefold
 from onefold.engine.flat_groups import with_numbers_on
+from onefold.engine.optimizer_state import _warn_of_keepers
 from tests.support.ranks import run_processes, run_ranks, seeded
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.save of a sharded module")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.save of a sharded module", "ignore:this optimizer's state dict holds"
+)
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 MUON = partial(torch.optim.Muon, lr=1e-2)
 REFUSED = r"expected the optimizer state that rank \d of \d keeps[^$]*hint: [^$]*onefold\.load"
@@ -227,3 +231,23 @@ def moments(state):
         name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
         for name, value in tensors.items()
     }
+
+
+@pytest.mark.parametrize("options", [None, StateDictOptions(full_state_dict=True)])
+def test_a_file_without_the_matrices_of_other_ranks_warns_and_names_save(options):
+    def body(rank):
+        module, optimizer = ready(MUON, 3)
+        steps(module, optimizer)
+        state = optimizer.state_dict()
+        if options is not None:
+            state = get_optimizer_state_dict(module, optimizer, options=options)
+        copy.deepcopy(state)  # silent
+        torch.save(state, io.BytesIO())
+
+    _warn_of_keepers.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(2, body)
+    texts = [str(w.message) for w in caught if "matrices that one rank steps" in str(w.message)]
+    assert len(texts) == 1
+    assert "onefold.save" in texts[0]

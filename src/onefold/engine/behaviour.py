@@ -273,7 +273,13 @@ def _try(test: Callable[..., Any], *args: Any) -> Any:
 
 def _elementwise(question: _Question) -> _Run | None:
     """Return the run over one flat parameter, if it is that over parameters of all shapes."""
-    together, flat = _stepped(question, SHAPES), _stepped(question, [(_numel(SHAPES),)])
+    if not _flat_like(question, MATRICES):  # a matrix optimizer takes minutes for thousands
+        return None
+    return _flat_like(question, SHAPES)
+
+
+def _flat_like(question: _Question, shapes: Sequence[Sequence[int]]) -> _Run | None:
+    together, flat = _stepped(question, shapes), _stepped(question, [(_numel(shapes),)])
     entries = [
         (run, value) for run in (together, flat) for e in run.entries() for value in e.values()
     ]

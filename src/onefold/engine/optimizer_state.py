@@ -10,8 +10,10 @@ recognised where it is loaded (`own_state`), and pickling it warns.
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 from weakref import ref
 
@@ -22,7 +24,7 @@ from torch.optim import Optimizer
 from onefold.engine.engine import Engine
 from onefold.engine.rules import State
 from onefold.errors import StateError
-from onefold.unit.logical import DetachedShard, LogicalTensor, dtensor_over, warn_of_shards
+from onefold.unit.logical import DetachedShard, LogicalTensor, dtensor_over
 from onefold.unit.parameter import UnitParameter
 
 KEPT_BY, OF_RANKS = "onefold_kept_by", "onefold_of_ranks"
@@ -41,8 +43,19 @@ class _Keeper(int):
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        warn_of_shards()
-        return int, (int(self),)
+        _warn_of_keepers()
+        return complex, (int(self), 0)  # the only class of numbers that `weights_only` rebuilds
+
+
+@cache
+def _warn_of_keepers() -> None:
+    """Warn, once per process, that a file gets the whole matrices of one rank alone."""
+    warnings.warn(
+        "this optimizer's state dict holds the matrices that one rank steps, and names the ranks "
+        "of the others, also from get_optimizer_state_dict with full_state_dict=True. No other "
+        "rank can load it. Use onefold.save and onefold.load.",
+        stacklevel=4,  # of the line that calls torch.save
+    )
 
 
 def own_state(parameter: UnitParameter, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,7 +67,8 @@ def own_state(parameter: UnitParameter, state: Mapping[str, Any]) -> dict[str, A
     context = parameter.unit.context
     keeper, world_size = state.get(KEPT_BY), state.get(OF_RANKS)
     if keeper is not None and (keeper == context.rest_rank or world_size != context.rest_world):
-        raise _another_ranks(parameter, f"one of {world_size} ranks, where rank {keeper} keeps it")
+        got = f"one of {world_size} ranks, where rank {int(keeper.real)} keeps it"
+        raise _another_ranks(parameter, got)
     for name, value in state.items():
         if isinstance(value, DTensor) and not parameter.holds_own_rows(value):
             place, ranks = value.device_mesh.get_coordinate() or (), value.device_mesh.size()

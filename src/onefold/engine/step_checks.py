@@ -58,7 +58,7 @@ def _check_kind(optimizer: Optimizer) -> None:
     """Raise `ConfigError` for an optimizer that has another one step its parameters."""
     inner, name = wrapped_by(optimizer), type(optimizer).__name__
     if inner is not None:
-        hint = f"onefold.shard(module, optimizer.{inner}), and call step() of {name} as before"
+        hint = f"build {name} after onefold.shard(module), or pass it optimizer.{inner} alone"
         got = f"{name}, which wraps {type(getattr(optimizer, inner)).__name__}"
         raise ConfigError("an optimizer that steps its parameters itself", got, hint=hint)
 

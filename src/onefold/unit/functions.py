@@ -34,7 +34,7 @@ REFUSALS = (
     "sharded dimension",
     "Sharding propagation failed",
     "not supported for tensor subclasses",
-    "Tensor lists must have the same number",
+    "does not have a sharding strategy",
 )
 """Words of errors of DTensor for what it does not define on these rows."""
 
@@ -114,3 +114,9 @@ def is_passive(func: Callable[..., Any]) -> bool:
     if name in ("__get__", "__set__", "__delete__"):
         return getattr(getattr(func, "__self__", None), "__name__", "") not in _COMPUTED_GETTERS
     return func in _PASSIVE
+
+
+def is_list(index: Any) -> bool:
+    """True for an index by numbers or flags, which DTensor does not define beside plain tensors."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(part, list | Tensor) for part in parts)

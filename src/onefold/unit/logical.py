@@ -29,6 +29,7 @@ from onefold.unit.functions import (
     REFUSALS,
     SHAPED,
     has_no_identity,
+    is_list,
     is_view,
     writes,
 )
@@ -77,10 +78,12 @@ def run_sharded(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
         return _set_item(*args)
     if makes_view(func, args) and _cuts_rows(func, args, kwargs):
         return view_of_rows(func, args[0], *tree_map(_plain, (args[1:], kwargs)))
-    if func is Tensor.__getitem__ and isinstance(args[0], DTensor) and _is_list(args[1]):
+    if func is Tensor.__getitem__ and isinstance(args[0], DTensor) and is_list(args[1]):
         return args[0].full_tensor()[tree_map(_plain, args[1])]
     if func in FILLS:
         return _fill(func, args, kwargs)
+    if getattr(func, "__name__", "").startswith("_foreach_") and writes(func):
+        return func(*(_own_rows(args[0], operand) for operand in args), **kwargs)
     if args and writes(func):
         operands, kwargs = _like_target(func, args[0], (args[1:], kwargs))
         args = (args[0], *operands)
@@ -118,7 +121,7 @@ def _cuts_rows(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     """True for a view that needs rows of other ranks. Nothing is sent: DTensor tries on `meta`."""
     target, *others = args
     is_torchs = not (cut_dtensor.is_weighted(target) or torch.is_inference_mode_enabled())
-    if not is_torchs or any(map(_is_list, others)) or func is Tensor.__iter__:
+    if not is_torchs or any(map(is_list, others)) or func is Tensor.__iter__:
         return True
     try:
         rows = dtensor_over(DTensor, target._local_tensor.to("meta"), target._spec)
@@ -170,6 +173,23 @@ def _like_target(func: Callable[..., Any], target: Any, operands: Any) -> Any:
     return tree_map(cut, operands)
 
 
+def _own_rows(targets: Any, operands: Any) -> Any:
+    """Own rows of each operand of a function that writes to a list, cut as its target is."""
+    if not isinstance(operands, list | tuple):
+        return operands
+    return [_rows_like(target, value) for target, value in zip(targets, operands, strict=False)]
+
+
+def _rows_like(target: Any, value: Any) -> Any:
+    if not isinstance(target, DTensor) or not isinstance(value, Tensor):
+        return _plain(value)
+    if isinstance(value, DTensor):
+        if value.placements == target.placements and value.shape == target.shape:
+            return value._local_tensor
+        value = value.full_tensor()
+    return _cut_like(target, value.expand(target.shape))._local_tensor if value.dim() else value
+
+
 def _cut_like(target: DTensor, full: Tensor) -> DTensor:
     """Own rows of a plain tensor of the shape of `target`; nothing is sent."""
     if cut_dtensor.is_weighted(target):
@@ -177,12 +197,6 @@ def _cut_like(target: DTensor, full: Tensor) -> DTensor:
     mesh, full = target.device_mesh, full if torch.is_grad_enabled() else full.detach()
     replicated = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return replicated.redistribute(placements=target.placements)
-
-
-def _is_list(index: Any) -> bool:
-    """True for an index by numbers or flags, which DTensor does not define beside plain tensors."""
-    parts = index if isinstance(index, tuple) else (index,)
-    return any(isinstance(part, list | Tensor) for part in parts)
 
 
 def _plain(leaf: Any) -> Any:
@@ -344,9 +358,9 @@ class RestingGrad(Tensor):
 
 
 def _await_readers(leaves: Iterable[Any]) -> None:
-    """Wait for background steps that still read one of these gradients."""
+    """Wait for background steps that still read these gradients, or write to these weights."""
     for leaf in leaves:
-        if isinstance(leaf, LogicalTensor | RestingGrad):
+        if isinstance(leaf, LogicalValues | RestingGrad):
             owner = getattr(leaf, "_onefold_owner", None)
             alive = owner() if owner is not None else None
             if alive is not None:
