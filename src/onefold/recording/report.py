@@ -52,6 +52,10 @@ class Report:
         row_shares: the part of the rows of a global batch that each rank should take, in rank
             order; they add up to 1. Equal until `onefold.mixed.RowSampler.follow` measures speeds.
         shares: the weight of each rank's share of the state; None where all hold the same.
+        waiting_share: the part of the time since the last report that the training thread waited
+            for messages and background steps (on a GPU: that its host did); None at first.
+        tokens_per_s: tokens of this rank a second, since the last report; None at first, and for
+            modules that take none.
     """
 
     stage: int
@@ -72,6 +76,8 @@ class Report:
     is_inference: bool = False
     row_shares: tuple[float, ...] = ()
     shares: tuple[int, ...] | None = None
+    waiting_share: float | None = None
+    tokens_per_s: float | None = None
 
     @property
     def title(self) -> str:
@@ -117,6 +123,23 @@ class Report:
             return f"predicted {self.predicted['all']:,d} at the peak: within 5 %, each kind too"
         kinds = ", ".join(f"{k} {wanted:,d} but {got:,d}" for k, (wanted, got) in off.items())
         return f"predicted peaks are more than 5 % off: {kinds}"
+
+    def scalars(self) -> dict[str, float]:
+        """Return numbers for a dashboard: peak bytes, bytes sent in the last step, and rates.
+
+        The first report after a step starts the clock, and later ones have "waiting_share" and
+        "tokens_per_s", since the report before.
+
+        Example:
+            >>> for step, batch in enumerate(loader):
+            ...     train_step(model, batch)
+            ...     if step % 10 == 0:
+            ...         wandb.log(onefold.report(model).scalars(), step=step)
+        """
+        sent = sum(traffic.sent_nbytes for traffic in self.last_step.values())
+        rates = {"waiting_share": self.waiting_share, "tokens_per_s": self.tokens_per_s}
+        known = {name: rate for name, rate in rates.items() if rate is not None}
+        return {"peak_bytes": self.memory_peak, "sent_bytes": sent, **known}
 
     def as_dict(self) -> dict[str, Any]:
         """Convert to plain dicts and numbers, for JSON."""
