@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from onefold.layout.ledger import Ledger, Traffic, Usage
-from onefold.text import columns, format_share
+from onefold.text import columns, common_unit, format_bytes, format_share, in_unit
 
 if TYPE_CHECKING:  # `onefold report` writes a page without torch
     from onefold.unit.unit import Unit
@@ -120,8 +120,10 @@ class Report:
         """Compare predicted with measured peaks in a sentence."""
         off = self.differing()
         if not off:
-            return f"predicted {self.predicted['all']:,d} at the peak: within 5 %, each kind too"
-        kinds = ", ".join(f"{k} {wanted:,d} but {got:,d}" for k, (wanted, got) in off.items())
+            peak = format_bytes(self.predicted["all"])
+            return f"predicted {peak} at the peak: within 5 %, each kind too"
+        pairs = {kind: tuple(map(format_bytes, pair)) for kind, pair in off.items()}
+        kinds = ", ".join(f"{kind} {wanted} but {got}" for kind, (wanted, got) in pairs.items())
         return f"predicted peaks are more than 5 % off: {kinds}"
 
     def scalars(self) -> dict[str, float]:
@@ -155,18 +157,19 @@ class Report:
             lines += [f"rows by speed: {', '.join(map(format_share, self.row_shares))}"]
         usages = [(kind, tier, usage) for kind, tiers in self.memory.items()
                   for tier, usage in tiers.items()]  # fmt: skip
+        name, unit = common_unit(self.total.peak)
         held = [
-            (kind, tier, f"{usage.now:,d}", f"{usage.peak:,d}")
+            (kind, tier, in_unit(usage.now, unit), in_unit(usage.peak, unit))
             for kind, tier, usage in [*usages, ("all", "", self.total)]
         ]
-        lines += columns([("kind", "tier", "now bytes", "peak bytes"), *held], "<<>")
+        lines += columns([(f"memory in {name}", "tier", "now", "peak"), *held], "<<>")
         lines += [self.verdict] if self.steps else []
         sent = [
-            (name, f"{traffic.calls}", f"{traffic.sent_nbytes:,d}",
-             f"{self.last_step.get(name, Traffic()).sent_nbytes:,d}")
-            for name, traffic in self.traffic.items()
+            (kind, f"{traffic.calls:,d}", in_unit(traffic.sent_nbytes, unit),
+             in_unit(self.last_step.get(kind, Traffic()).sent_nbytes, unit))
+            for kind, traffic in self.traffic.items()
         ]  # fmt: skip
-        lines += columns([("collective", "calls", "bytes sent", "last step"), *sent], "<>")
+        lines += columns([(f"sent in {name}", "calls", "all steps", "last step"), *sent], "<>")
         return "\n".join(lines)
 
 
