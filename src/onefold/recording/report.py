@@ -169,7 +169,8 @@ class Report:
              in_unit(self.last_step.get(kind, Traffic()).sent_nbytes, unit))
             for kind, traffic in self.traffic.items()
         ]  # fmt: skip
-        lines += columns([(f"sent in {name}", "calls", "all steps", "last step"), *sent], "<>")
+        heads = [(f"sent in {name}", "calls", "all steps", "last step")]
+        lines += columns([*heads, *sent] if sent else [], "<>")
         return "\n".join(lines)
 
 
