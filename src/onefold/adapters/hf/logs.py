@@ -41,7 +41,7 @@ class Numbers(TrainerCallback):
         model, logs = kwargs["model"], kwargs["logs"]
         if "loss" not in logs or not is_sharded(model):
             return
-        numbers: dict[str, float | None] = {
+        numbers: dict[str, Any] = {
             PREFIX + name: number for name, number in report(model).scalars().items()
         }
         noise = engine_of(model).hands.noise
