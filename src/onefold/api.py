@@ -28,6 +28,7 @@ from onefold.layout.ledger import Kind
 from onefold.layout.module_tree import ModuleTree
 from onefold.layout.units import UnitChoice
 from onefold.mixed.speeds import measure, row_shares
+from onefold.recording.meter import Meter
 from onefold.recording.report import Report, snapshot, unit_lines
 from onefold.wire import ranks as meshes
 from onefold.wire.together import announcing, together
@@ -223,6 +224,7 @@ def report(module: nn.Module) -> Report:
     for unit in engine.units:
         unit.join_step()
         unit.gradient.drop_cleared()
+    waiting, tokens = _rates(engine)
     return Report(
         stage=engine.recipe.stage.number,
         rank=engine.group.rank,
@@ -242,7 +244,18 @@ def report(module: nn.Module) -> Report:
         is_inference=engine.is_inference,
         row_shares=row_shares(engine),
         shares=engine.recipe.shares,
+        waiting_share=waiting,
+        tokens_per_s=tokens or None,
     )
+
+
+def _rates(engine: Engine) -> tuple[float | None, float | None]:
+    """Rates since the last report; None, None before the first step, and at the first one after."""
+    if engine.is_inference or not engine.ledger.steps:
+        return None, None
+    is_new = not engine.facts.has(Meter)
+    meter = Meter.of(engine)
+    return (None, None) if is_new else meter.read()
 
 
 def _predicted_peaks(engine: Engine) -> dict[str, int]:

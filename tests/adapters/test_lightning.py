@@ -30,6 +30,7 @@ from lightning.pytorch.callbacks import (  # noqa: E402
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.loggers.logger import DummyLogger  # noqa: E402
 from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision  # noqa: E402
 from lightning.pytorch.plugins.precision import FSDPPrecision  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
@@ -789,6 +790,23 @@ def test_lightning_has_the_private_names_that_the_strategy_overrides_or_reads():
     assert callable(DDPStrategy._reset_optimizers_and_schedulers)
     assert isinstance(torch.optim.SGD([torch.zeros(1)]), _Stateful)
     assert not isinstance(3, _Stateful)
+
+
+def _logs() -> None:
+    class Dashboard(DummyLogger):
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            logged.update({step: metrics} if "onefold_peak_bytes" in metrics else {})
+
+    logged: dict[Any, dict[str, float]] = {}
+    fitted(Strategy(), logger=Dashboard(), log_every_n_steps=2)
+    assert sorted(logged) == [2, 4]
+    for numbers in logged.values():
+        assert numbers["onefold_peak_bytes"] > numbers["onefold_sent_bytes"] > 0
+    assert 0 < logged[4]["onefold_waiting_share"] <= 1
+
+
+def test_loggers_get_memory_bytes_sent_and_waits():
+    on_ranks(2, _logs)
 
 
 def test_the_room_does_not_hide_the_library():

@@ -203,6 +203,30 @@ def test_a_reader_that_has_left_ends_ranks_too(arguments, unread, step_device):
     assert done.returncode == 128 + signal.SIGPIPE
 
 
+# help
+
+
+def test_help_lists_the_flags_of_train_in_groups_and_examples_on_lines_of_their_own(capsys):
+    commands = ("train", "plan", "check", "generate", "report", "doctor", "bench", "inspect",
+                "export", "meet")  # fmt: skip
+    for command in commands:
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        lines = capsys.readouterr().out.splitlines()
+        examples = [line for line in lines if line[:2] == "  " and f"onefold {command}" in line]
+        assert examples, command
+        if command == "train":
+            heads = ["options:", "memory:", "model and data:", "ranks and speed:"]
+            heads.append("checkpoints and reports:")
+            assert [line for line in lines if line in heads] == heads
+
+
+def test_a_missing_argument_is_named_in_the_words_of_argparse(capsys):
+    assert main(["generate"]) == 2
+    said = "onefold generate: the following arguments are required: --model, --prompt "
+    assert capsys.readouterr().err == said + "(hint: `onefold generate --help` describes them)\n"
+
+
 # bad input
 
 
@@ -233,7 +257,9 @@ def test_a_reader_that_has_left_ends_ranks_too(arguments, unread, step_device):
     (["export", "a", "b", "--max-shard", "5GB"], "did you mean --max-shard-size?"),
     (["bench", "disk", "--second", "1"], "did you mean --seconds?"),
     (["bench", "dsk"], "did you mean disk?"),
-    (["plan", "--gpu", "8"], "did you mean --gpus?"),
+    (["plan", "--gpu", "8"], "did you mean --gpus 8?"),
+    (["train", "--checkpoint", "/proc/nowhere"], "expected a directory to write checkpoints to"),
+    (["train", "--report", "/proc/nowhere"], "expected a directory to write a report to"),
     (["--verison"], "did you mean --version?"),
     (["trian", "--stage", "3"], "did you mean train?"),
     (["train", "tiny"], "a model goes behind its flag: `onefold train --model tiny`"),

@@ -137,7 +137,8 @@ def test_rows_follow_speeds_and_states_follow_free_memory():
     assert found.state_shares == (1, 2, 1)
     text = "\n".join(found.lines())
     assert "slowest pair: ranks 0 and 2" in text
-    assert "shares=[1] + [2] + [1]" in text
+    assert "  onefold train --rows 429,143,428" in text
+    assert "  onefold train --shares 1,2,1" in text
     even = job([1e9, 1.05e9], [1 << 30, 1 << 30])
     assert even.row_shares is None
     assert even.state_shares is None

@@ -187,7 +187,8 @@ OTHERS_OBJECTS = {
     },
     "Transformers and Accelerate": {
         "control.should_save", "outputs.pooler_output", "accelerator.scaler",
-        "accelerator.get_state_dict", "accelerator.register_save_state_pre_hook",
+        "accelerator.get_state_dict", "accelerator.prepare_optimizer",
+        "accelerator.register_save_state_pre_hook",
         "accelerator.register_load_state_pre_hook",
     },
 }  # fmt: skip

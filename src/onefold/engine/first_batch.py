@@ -134,6 +134,16 @@ def has_dropout(module: nn.Module) -> bool:
     return any(isinstance(m, _DropoutNd) and m.p > 0 and m.training for m in module.modules())
 
 
+def seed_ranks(root: nn.Module, group: Group) -> None:
+    """Give each rank a seed of its own, if a Dropout will draw and generators are equal.
+
+    A collective. Ranks that the user has seeded apart stay as they are.
+    """
+    everyone = group.gather(_generator_of(root))
+    if _first_equal(everyone):
+        torch.manual_seed(torch.initial_seed() + group.rank)
+
+
 def _generator_of(root: nn.Module) -> str:
     """A digest of the generator's state, where dropout will draw from it; "" elsewhere."""
     if not has_dropout(root):

@@ -7,7 +7,6 @@ chooses and bounds the data, so the page of a long step or run stays small.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -18,6 +17,7 @@ from importlib.resources import files
 from math import ceil, isfinite, log10
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryFile
 from typing import Any
 
 from onefold.errors import ConfigError, OnefoldError
@@ -263,17 +263,17 @@ def _microseconds(seconds: float) -> float:
 # files
 
 
-def prepare(directory: str | os.PathLike[str]) -> Path:
-    """Make the directory. Raises `ConfigError` if it cannot be written to."""
+def prepare(directory: str | os.PathLike[str], purpose: str = "a report") -> Path:
+    """Make the directory, and write to it. Raises `ConfigError` if that cannot be done."""
     path = Path(directory)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        if not os.access(path, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        with TemporaryFile(dir=path):
+            pass
     except OSError as error:
         got = f"{str(path)!r}: {error.strerror or error}"
         hint = "name a folder that exists or can be made"
-        raise ConfigError("a directory to write a report to", got, hint=hint) from error
+        raise ConfigError(f"a directory to write {purpose} to", got, hint=hint) from error
     return path
 
 

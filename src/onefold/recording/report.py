@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from onefold.layout.ledger import Ledger, Traffic, Usage
-from onefold.text import columns, format_share
+from onefold.text import columns, common_unit, format_bytes, format_share, in_unit
 
 if TYPE_CHECKING:  # `onefold report` writes a page without torch
     from onefold.unit.unit import Unit
@@ -52,6 +52,10 @@ class Report:
         row_shares: the part of the rows of a global batch that each rank should take, in rank
             order; they add up to 1. Equal until `onefold.mixed.RowSampler.follow` measures speeds.
         shares: the weight of each rank's share of the state; None where all hold the same.
+        waiting_share: the part of the time since the last report that the training thread waited
+            for messages and background steps (on a GPU: that its host did); None at first.
+        tokens_per_s: tokens of this rank a second, since the last report; None at first, and for
+            modules that take none.
     """
 
     stage: int
@@ -72,6 +76,8 @@ class Report:
     is_inference: bool = False
     row_shares: tuple[float, ...] = ()
     shares: tuple[int, ...] | None = None
+    waiting_share: float | None = None
+    tokens_per_s: float | None = None
 
     @property
     def title(self) -> str:
@@ -114,9 +120,28 @@ class Report:
         """Compare predicted with measured peaks in a sentence."""
         off = self.differing()
         if not off:
-            return f"predicted {self.predicted['all']:,d} at the peak: within 5 %, each kind too"
-        kinds = ", ".join(f"{k} {wanted:,d} but {got:,d}" for k, (wanted, got) in off.items())
+            peak = format_bytes(self.predicted["all"])
+            return f"predicted {peak} at the peak: within 5 %, each kind too"
+        pairs = {kind: tuple(map(format_bytes, pair)) for kind, pair in off.items()}
+        kinds = ", ".join(f"{kind} {wanted} but {got}" for kind, (wanted, got) in pairs.items())
         return f"predicted peaks are more than 5 % off: {kinds}"
+
+    def scalars(self) -> dict[str, float]:
+        """Return numbers for a dashboard: peak bytes, bytes sent in the last step, and rates.
+
+        The first report after a step starts the clock, and later ones have "waiting_share" and
+        "tokens_per_s", since the report before.
+
+        Example:
+            >>> for step, batch in enumerate(loader):
+            ...     train_step(model, batch)
+            ...     if step % 10 == 0:
+            ...         wandb.log(onefold.report(model).scalars(), step=step)
+        """
+        sent = sum(traffic.sent_nbytes for traffic in self.last_step.values())
+        rates = {"waiting_share": self.waiting_share, "tokens_per_s": self.tokens_per_s}
+        known = {name: rate for name, rate in rates.items() if rate is not None}
+        return {"peak_bytes": self.memory_peak, "sent_bytes": sent, **known}
 
     def as_dict(self) -> dict[str, Any]:
         """Convert to plain dicts and numbers, for JSON."""
@@ -132,18 +157,20 @@ class Report:
             lines += [f"rows by speed: {', '.join(map(format_share, self.row_shares))}"]
         usages = [(kind, tier, usage) for kind, tiers in self.memory.items()
                   for tier, usage in tiers.items()]  # fmt: skip
+        name, unit = common_unit(self.total.peak)
         held = [
-            (kind, tier, f"{usage.now:,d}", f"{usage.peak:,d}")
+            (kind, tier, in_unit(usage.now, unit), in_unit(usage.peak, unit))
             for kind, tier, usage in [*usages, ("all", "", self.total)]
         ]
-        lines += columns([("kind", "tier", "now bytes", "peak bytes"), *held], "<<>")
+        lines += columns([(f"memory in {name}", "tier", "now", "peak"), *held], "<<>")
         lines += [self.verdict] if self.steps else []
         sent = [
-            (name, f"{traffic.calls}", f"{traffic.sent_nbytes:,d}",
-             f"{self.last_step.get(name, Traffic()).sent_nbytes:,d}")
-            for name, traffic in self.traffic.items()
+            (kind, f"{traffic.calls:,d}", in_unit(traffic.sent_nbytes, unit),
+             in_unit(self.last_step.get(kind, Traffic()).sent_nbytes, unit))
+            for kind, traffic in self.traffic.items()
         ]  # fmt: skip
-        lines += columns([("collective", "calls", "bytes sent", "last step"), *sent], "<>")
+        heads = [(f"sent in {name}", "calls", "all steps", "last step")]
+        lines += columns([*heads, *sent] if sent else [], "<>")
         return "\n".join(lines)
 
 

@@ -97,7 +97,7 @@ class BlockFile:
                 if moved == 0:
                     self.is_direct = set_direct(self.fd, False)
             done += moved
-        if not self.is_direct:
+        if not self.is_direct and sys.platform == "linux":
             with suppress(OSError):
                 os.posix_fadvise(self.fd, offset, len(view), os.POSIX_FADV_DONTNEED)
 
@@ -145,7 +145,10 @@ class SwapFile(BlockFile):
         try:
             # systems without fallocate write single bytes instead
             self.is_direct = set_direct(self.fd, False)
-            os.posix_fallocate(self.fd, start, nbytes)
+            if sys.platform == "linux":
+                os.posix_fallocate(self.fd, start, nbytes)
+            else:  # the length alone: a full disk is met by a write
+                os.ftruncate(self.fd, start + nbytes)
         except OSError as error:
             with suppress(OSError):
                 os.ftruncate(self.fd, start)

@@ -3,13 +3,14 @@
 The one line for a stock Trainer is `callbacks=[onefold.hf.Callback(stage=3)]`. Its events:
 
     on_init_end      shard, once PEFT and the Trainer are done with the model; mark it as prepared
-    on_train_begin   load the sharded state of a checkpoint that Trainer resumes from
+    on_train_begin   load the sharded state of a checkpoint that Trainer resumes from; give ranks
+                     with equal generators, which drop the same elements, seeds of their own
     on_step_end      agree on flags; if a save follows: whole weights to rank 0, save shards
     on_save          move these shards into the checkpoint that Trainer has made
-    on_log           add the gradient noise scale, if `onefold.measure_noise` was called
     on_train_end     bring whole weights to rank 0, for `trainer.save_model()`
 
-The mixin saves and resumes by the Trainer's own methods instead, on all ranks together.
+Logs get the numbers of `adapters/hf/logs.py`. The mixin saves and resumes by the Trainer's own
+methods instead, on all ranks together.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from onefold.adapters.hf.conflicts import (
     check_optimizer,
     refuse_other_engines,
 )
+from onefold.adapters.hf.logs import Numbers, calling_handler
 from onefold.adapters.hf.saving import (
     FOLDER,
     ResumeWithOnefoldCallback,
@@ -49,6 +51,7 @@ from onefold.api import shard
 from onefold.checkpoint.agreement import together
 from onefold.checkpoint.load import load
 from onefold.config import OffloadChoice, PrecisionChoice, StageChoice, offload_of, precision_of
+from onefold.engine.first_batch import seed_ranks
 from onefold.engine.registry import engine_of, is_sharded
 from onefold.errors import ConfigError, StateError
 from onefold.inference.stream import generating
@@ -137,12 +140,14 @@ class Callback(TrainerCallback):
 
     def on_init_end(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
         self.prepare(kwargs["model"], args, kwargs.get("optimizer"))
+        Numbers.lead(calling_handler())
 
     def on_train_begin(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
         """Load the sharded state of the checkpoint to resume from, if there is one."""
         model = kwargs["model"]
         _refuse_unsharded(model)
         events.agree(engine_of(model), "the beginning of training", state.global_step, control)
+        seed_ranks(model, engine_of(model).group)
         self._end_run()  # of a training that an exception has ended
         self.run = RunState(model, kwargs["optimizer"])
         mark = self.run.take_mark()
@@ -186,18 +191,6 @@ class Callback(TrainerCallback):
         events.agree(engine, "the end of a save", state.global_step, control)
         if self.run is not None and self._saves_by_event:
             self.run.publish(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}")
-
-    def on_log(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
-        """Add the gradient noise scale, in batches of a step, to the logs of a training step."""
-        noise = engine_of(kwargs["model"]).hands.noise
-        logs: dict[str, float] = kwargs["logs"]
-        if noise is not None and noise.batches is not None and "loss" in logs:
-            scale = {
-                "gradient_noise_scale": noise.batches,
-                "suggested_accumulation": noise.suggested_microbatches,
-            }
-            logs.update(scale)
-            state.log_history[-1].update(scale)
 
     def on_train_end(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
         """Bring whole weights to rank 0: `save_model` runs there alone."""
@@ -317,6 +310,7 @@ class TrainerMixin(_Base):
             callback = Callback()
             optimizer: Any = self.optimizer
             callback.prepare(self._module, self.args, optimizer)
+        Numbers.lead(self.callback_handler)
         self.add_callback(callback)  # the last one: it joins the flags that others set
         callback._saves_by_event = False
         self._onefold = callback

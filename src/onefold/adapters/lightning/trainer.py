@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from onefold import accelerator, config
 from onefold.adapters.lightning import checkpoint_io as checkpoints
-from onefold.api import accumulate, shard
+from onefold.api import accumulate, report, shard
 from onefold.config import Precision, PrecisionChoice, StageChoice
 from onefold.engine.joining import bind
 from onefold.engine.registry import engine_of, is_sharded
@@ -142,6 +142,7 @@ class TrainerStrategy(DDPStrategy):
 
     sharding: Sharding
     _reads_file = False  # the last checkpoint was a single file of Lightning
+    _logged_step = 0  # of the last numbers in the loggers
 
     @property
     def _module(self) -> LightningModule:
@@ -235,6 +236,18 @@ class TrainerStrategy(DDPStrategy):
         """Run a micro-batch that is not the last of a step."""
         with accumulate(self._module):
             yield
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Log memory, bytes sent and waits of the steps before, as often as Lightning logs."""
+        super().on_train_batch_start(batch, batch_idx)
+        trainer: Any = self._module.trainer
+        step = trainer.global_step
+        if step > self._logged_step and step % trainer.log_every_n_steps == 0:
+            self._logged_step = step
+            scalars = report(self._module).scalars()
+            numbers = {f"onefold_{name}": number for name, number in scalars.items()}
+            for logger in trainer.loggers:
+                logger.log_metrics(numbers, step=step)
 
     # checkpoints
 

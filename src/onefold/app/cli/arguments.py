@@ -37,9 +37,11 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         has_none = action.default is None or action.default is False
         return action.help if has_none else super()._get_help_string(action)
 
-
-class _RawHelpFormatter(_HelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Keeps the lines of a description."""
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Wrap the paragraphs of a description; indented lines are commands and tables."""
+        wrap = partial(super()._fill_text, width=width, indent=indent)
+        parts = text.rstrip().split("\n\n")
+        return "\n\n".join(part if part[:2] == "  " else wrap(part) for part in parts)
 
 
 class Parser(argparse.ArgumentParser):
@@ -55,8 +57,7 @@ class Parser(argparse.ArgumentParser):
         super().exit(status, message)
 
     def error(self, message: str) -> NoReturn:
-        hint = "see the flags there"
-        raise ConfigError(f"arguments as in `{self.prog} --help`", message, hint=hint)
+        raise ConfigError(f"{message}\nhint: `{self.prog} --help` describes them")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore
         """Refuse an unknown flag before argparse misses a value because of it."""
@@ -104,16 +105,22 @@ def one_line(error: BaseException) -> str:
 def add_command(
     commands: SubParsers, name: str, run: Callable[..., int], summary: str, description: str
 ) -> Callable[..., Any]:
-    """Add a command, which has `--json` as all have; return the function that adds its flags."""
-    is_laid_out = "\n  " in description
-    parser = commands.add_parser(
-        name, help=summary, description=description,
-        formatter_class=_RawHelpFormatter if is_laid_out else _HelpFormatter,
-    )  # fmt: skip
+    """Add a command, which has `--json` as all have; return the function that adds its flags.
+
+    `group` of a flag is the title under which help lists it.
+    """
+    parser = commands.add_parser(name, help=summary, description=description)
     parser.set_defaults(run=run, default_of=parser.get_default)
     help_text = "print one JSON object instead, progress to stderr"
     parser.add_argument("--json", action="store_true", help=help_text)
-    return parser.add_argument
+    groups: dict[str, Any] = {"": parser}
+
+    def add(*names: str, group: str = "", **options: Any) -> None:
+        if group not in groups:
+            groups[group] = parser.add_argument_group(group)
+        groups[group].add_argument(*names, **options)
+
+    return add
 
 
 def first_set(arguments: argparse.Namespace, names: Iterable[str]) -> str | None:

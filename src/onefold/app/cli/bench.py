@@ -26,7 +26,9 @@ Measure how fast this machine moves bytes, and the engine's share of that.
   cpu   a copy in memory, torch's fused AdamW, and the engine's step of states
         in CPU memory
   link  an exchange, gathers and reductions between two local ranks, as bytes
-        that one rank receives; and copies to a GPU and back"""
+        that one rank receives; and copies to a GPU and back
+
+  onefold bench disk --path /fast/disk"""
 
 LINK_RANKS = 2
 

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Train a module in one process and at stages 0-3, on the same batches. Stages must give the same
-bits as one another, and agree with the one process to 1e-6 per step. The exit code is 1 if not."""
+bits as one another, and agree with the one process to 1e-6 per step. The exit code is 1 if not.
+
+  onefold check
+  onefold check package.models:build --ranks 3"""
 
 
 def add_to(commands: SubParsers) -> None:

@@ -15,7 +15,9 @@ DESCRIPTION = """\
 Run the store where islands meet, until it is stopped. It keeps a few kilobytes for each run of
 `onefold.islands`, and outlives the islands: one that ended can join again. It listens at --host
 alone. Where that is no address of this host alone, ONEFOLD_SECRET must be set: only ranks with the
-same one reach the store."""
+same one reach the store.
+
+  ONEFOLD_SECRET=... onefold meet --host 10.0.0.1"""
 
 
 def add_to(commands: SubParsers) -> None:

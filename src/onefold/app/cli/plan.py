@@ -83,9 +83,9 @@ def add_to(commands: SubParsers) -> None:
     add("--recompute", action="store_true", help="run blocks again in backward")
     for axis, meaning in AXES.items():
         add(f"--{axis}", type=positive, default=1, metavar="N", help=meaning)
-    add("--gpu", "--cluster", dest="cluster", metavar="MACHINE", help="predict step times on such "
-        "GPUs, and how they scale: a100-40, a100-80, h100-80, h200, b200 ... With counts, all "
-        "devices there are, also of several kinds: \"8xh100-80 + 16xa100-40\"")
+    add("--gpu", "--cluster", dest="cluster", metavar="MACHINE", type=_machine, help="predict "
+        "step times on such GPUs, and how they scale: a100-40, a100-80, h100-80, h200, b200 ... "
+        "With counts, all devices there are, also of several kinds: \"8xh100-80 + 16xa100-40\"")
     add("--calibrate", nargs="?", const=True, default=False, metavar="MODEL", help="measure CPU "
         "ranks here and predict their step times; with the name of a smaller model, measure that")
     add("--inference", action="store_true", help="plan `onefold generate` instead: passes over "
@@ -97,6 +97,14 @@ def add_to(commands: SubParsers) -> None:
     add("--context", type=positive, default=2048, help="with --inference: tokens of a sequence")
     add("--wide", action="store_true", help="print memory by kind, bytes sent and tokens/s as well")
     # fmt: on
+
+
+def _machine(flag: str, text: str) -> str:
+    """Return the name of a machine, or of several, which is no number of GPUs."""
+    if text.isdecimal():
+        wanted = f"{flag} to name a machine, such as h100-80"
+        raise ConfigError(wanted, repr(text), hint=f"did you mean --gpus {text}?")
+    return text
 
 
 def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:

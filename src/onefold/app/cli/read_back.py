@@ -37,15 +37,22 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 INSPECT = """\
 List the contents of a checkpoint: every parameter with its shape and its saved state, the step,
 the ranks that saved it, and the `extra` of rank 0. Of a directory of checkpoints it shows the
-newest complete one."""
+newest complete one.
+
+  onefold inspect runs --verify"""
 
 EXPORT = """\
 Write the weights of a checkpoint as safetensors, which `AutoModel.from_pretrained` opens. One
-process, a few MB of memory, no GPU; every byte that is read is verified."""
+process, a few MB of memory, no GPU; every byte that is read is verified.
+
+  onefold export runs OUT --dtype bf16"""
 
 REPORT = """\
 Write index.html from the report.json of `onefold train --report DIR` or Recording.save, and print
-the time, peak bytes and bytes sent of the recorded step."""
+the time, peak bytes and bytes sent of the recorded step.
+
+  onefold train --report page
+  onefold report page"""
 
 
 def add_report(commands: SubParsers) -> None:

@@ -35,62 +35,71 @@ DEFAULTS = Job()
 DESCRIPTION = """\
 Train a byte-level GPT, or a module of yours, sharded over ranks. Without arguments: two local CPU
 ranks (or one for each GPU), stage 3, on the source of Python's standard library, in about half a
-minute. Under torchrun it joins the ranks that are there."""
+minute. Under torchrun it joins the ranks that are there.
+
+  onefold train
+  onefold train --model config.json --data DIR --stage 2 --precision bf16
+  onefold train --offload disk:/fast/disk --checkpoint runs --resume"""
 
 
 def add_to(commands: SubParsers) -> None:
     """Add the command's flags."""
     summary = "train a byte GPT or your module, sharded"
     add = add_command(commands, "train", run, summary, DESCRIPTION)
+    titles = ("memory", "model and data", "ranks and speed", "checkpoints and reports")
+    memory, task, ranks, page = (partial(add, group=title) for title in titles)
     # fmt: off
-    add("--stage", type=word_or_number, default=3, help="0 replicates, 1 shards optimizer state, "
-        "2 also gradients, 3 also parameters; auto: the lowest that fits")
-    add("--offload", metavar="optimizer|cpu|disk:PATH", help="keep optimizer states, or parameters "
-        "too, in CPU memory, or all in files on a disk; with --clip 0 units step inside backward")
-    add("--fraction", type=or_auto(share), metavar="F", help="share of the optimizer state to "
+    memory("--stage", type=word_or_number, default=3, help="0 replicates, 1 shards optimizer "
+        "state, 2 also gradients, 3 also parameters; auto: the lowest that fits")
+    memory("--offload", metavar="optimizer|cpu|disk:PATH", help="keep optimizer states, or "
+        "parameters too, in CPU memory, or all in files on a disk; with --clip 0 units step inside "
+        "backward")
+    memory("--fraction", type=or_auto(share), metavar="F", help="share of the optimizer state to "
         "offload, or auto (default: all)")
-    add("--shares", type=or_auto(weights), metavar="W,W,...|auto", help="how much state each rank "
-        "holds, as weights in rank order; auto: as even as the free memory allows (default: all "
-        "the same)")
-    add("--recompute", action="store_true", help="run blocks again in backward instead of keeping "
-        "their activations")
-    add("--compile", action="store_true", help="run blocks through torch.compile in training; the "
-        "first step compiles, for up to a minute")
-    add("--ranks", type=positive, help="local processes to start (default: one for each GPU, or 2)")
-    add("--model", default=DEFAULTS.model, metavar="NAME|config.json|module:function",
-        help="tiny, mini, small, large (0.9, 5, 57, 1000 M parameters), a Hugging Face config, "
-        "or a function that returns a module from byte tokens to logits")
-    add("--data", metavar="DIR", help="folder of text files (default: the standard library)")
-    add("--steps", type=positive, default=DEFAULTS.steps, help="optimizer steps")
-    add("--batch", type=positive, default=8, help="rows of one rank in a micro-batch")
-    add("--rows", type=or_auto(weights), metavar="auto|W,W", help="rows of a step that each rank "
-        "takes: auto, by measured speed, or one weight a rank, such as 3,1 (default: equal)")
-    add("--seq", type=positive, default=DEFAULTS.seq, help="bytes in a row")
-    add("--accumulate", type=positive, default=DEFAULTS.accumulate, help="micro-batches in a step")
-    add("--tp", type=positive, default=1, metavar="N", help="ranks that share each layer (tensor "
-        "parallel)")
-    add("--pp", type=positive, default=1, metavar="N", help="ranks that have blocks one after the "
-        "other (pipeline); --accumulate gives its micro-batches")
-    add("--cp", type=positive, default=1, metavar="N", help="ranks that share each row (sequence "
-        "parallel)")
-    add("--precision", help="fp32, bf16 or fp16 compute; masters and sums stay fp32 "
-        "(default: the parameters' own)")
-    add("--wire", metavar="NAME", help="messages between hosts: hybrid, replicas (exact); "
-        "recommended, zero++, zero++diff (fewer bytes)")
-    add("--lr", type=partial(real, above=0), help="peak learning rate (default: depends on the "
+    memory("--shares", type=or_auto(weights), metavar="W,W,...|auto", help="how much state each "
+        "rank holds, as weights in rank order; auto: as even as the free memory allows (default: "
+        "all the same)")
+    memory("--recompute", action="store_true", help="run blocks again in backward instead of "
+        "keeping their activations")
+    memory("--precision", help="fp32, bf16 or fp16 compute; masters and sums stay fp32 (default: "
+        "the parameters' own)")
+    task("--model", default=DEFAULTS.model, metavar="NAME|config.json|module:function", help=
+        "tiny, mini, small, large (0.9, 5, 57, 1000 M parameters), a Hugging Face config, or a "
+        "function that returns a module from byte tokens to logits")
+    task("--data", metavar="DIR", help="folder of text files (default: the standard library)")
+    task("--steps", type=positive, default=DEFAULTS.steps, help="optimizer steps")
+    task("--batch", type=positive, default=8, help="rows of one rank in a micro-batch")
+    task("--seq", type=positive, default=DEFAULTS.seq, help="bytes in a row")
+    task("--accumulate", type=positive, default=DEFAULTS.accumulate, help="micro-batches in a step")
+    task("--lr", type=partial(real, above=0), help="peak learning rate (default: depends on the "
         "model)")
-    add("--clip", type=partial(real, least=0), default=DEFAULTS.clip, help="largest gradient norm, "
-        "0 for any")
-    add("--seed", type=natural, default=DEFAULTS.seed, help="of initial weights, batches and text")
-    add("--sample", type=natural, default=DEFAULTS.sample, help="bytes of text to write at the end")
-    add("--checkpoint", metavar="DIR", help="save there after the last step, and when interrupted "
+    task("--clip", type=partial(real, least=0), default=DEFAULTS.clip, help="largest gradient "
+        "norm, 0 for any")
+    task("--seed", type=natural, default=DEFAULTS.seed, help="of initial weights, batches and text")
+    task("--sample", type=natural, default=DEFAULTS.sample, help="bytes of text to write at the "
+        "end")
+    ranks("--ranks", type=positive, help="local processes to start (default: one for each GPU, or "
+        "2)")
+    ranks("--rows", type=or_auto(weights), metavar="auto|W,W", help="rows of a step that each rank "
+        "takes: auto, by measured speed, or one weight a rank, such as 3,1 (default: equal)")
+    ranks("--tp", type=positive, default=1, metavar="N", help="ranks that share each layer (tensor "
+        "parallel)")
+    ranks("--pp", type=positive, default=1, metavar="N", help="ranks that have blocks one after "
+        "the other (pipeline); --accumulate gives its micro-batches")
+    ranks("--cp", type=positive, default=1, metavar="N", help="ranks that share each row (sequence "
+        "parallel)")
+    ranks("--wire", metavar="NAME", help="messages between hosts: hybrid, replicas (exact); "
+        "recommended, zero++, zero++diff (fewer bytes)")
+    ranks("--compile", action="store_true", help="run blocks through torch.compile in training; "
+        "the first step compiles, for up to a minute")
+    page("--checkpoint", metavar="DIR", help="save there after the last step, and when interrupted "
         "(SIGTERM, Ctrl-C)")
-    add("--every", type=positive, metavar="N", help="save after every N steps as well")
-    add("--keep", type=positive, metavar="K", default=DEFAULTS.keep, help="newest checkpoints to "
+    page("--every", type=positive, metavar="N", help="save after every N steps as well")
+    page("--keep", type=positive, metavar="K", default=DEFAULTS.keep, help="newest checkpoints to "
         "keep")
-    add("--resume", action="store_true", help="continue from the newest complete checkpoint in "
+    page("--resume", action="store_true", help="continue from the newest complete checkpoint in "
         "DIR, if there is one")
-    add("--report", metavar="DIR", help="write a page about the run there: memory and timeline of "
+    page("--report", metavar="DIR", help="write a page about the run there: memory and timeline of "
         "one step, loss, bytes sent")
     # fmt: on
 

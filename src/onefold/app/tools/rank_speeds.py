@@ -28,7 +28,6 @@ from onefold.errors import OnefoldError, expected, listed
 from onefold.fit.bounds import RankMemory
 from onefold.fit.shares import PARTS, weights_of
 from onefold.layout.row_split import RankTime, rows_of
-from onefold.planner.show import runs_of
 from onefold.text import columns, format_bytes, format_rate, wrapped
 from onefold.tier.host import MIB, free_host_nbytes
 from onefold.wire.ranks import local_place
@@ -119,11 +118,12 @@ class JobSpeeds:
             rate = format_rate(self.links[pair[0]][pair[1]])
             yield from wrapped(f"slowest pair: ranks {pair[0]} and {pair[1]}, {rate} each way")
         rows, states = self.row_shares, self.state_shares
-        yield from wrapped(f"rows by speed: {runs_of(rows) if rows else 'the same on all ranks'}")
-        if states is None:
-            yield "states by free memory: the same on all ranks"
-        else:
-            yield from wrapped(f"states by free memory: shares={runs_of(states)}")
+        for title, flag, weights in (
+            ("rows by speed", "--rows", rows), ("states by free memory", "--shares", states),
+        ):  # fmt: skip
+            yield f"{title}: {'' if weights else 'the same on all ranks'}".rstrip()
+            if weights:
+                yield f"  onefold train {flag} {','.join(map(str, weights))}"
 
     def _cells(self, speeds: RankSpeeds) -> tuple[str, ...]:
         own = [rate for rank, rate in enumerate(self.links[speeds.rank]) if rank != speeds.rank]

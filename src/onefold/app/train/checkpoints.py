@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 import onefold
 from onefold.app.train.job import Job
 from onefold.errors import ConfigError
+from onefold.recording.page import prepare
 from onefold.wire.world import World
 
 STOPS = (signal.SIGTERM, signal.SIGINT)
@@ -65,6 +66,7 @@ def preflight(job: Job) -> None:
     if saved and not job.resume:
         hint = "go on from there with --resume, or save to another directory"
         raise ConfigError(f"{flag} to be empty", f"{saved[-1]} in it", hint=hint)
+    prepare(path, "checkpoints")
 
 
 class Checkpoints:

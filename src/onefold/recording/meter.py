@@ -1,0 +1,85 @@
+"""Rates of training for a dashboard: the share of the time that waits, and tokens per second."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import nn
+
+from onefold.engine.engine import Engine
+from onefold.engine.watch import tensors_in
+from onefold.layout.observer import Span, Stream, members_of
+
+_WAITS = ("wait", "wait_step")
+"""Spans of the training thread in which it waits for a message, or for a background step."""
+
+
+class Meter:
+    """Observes one sharded module from one reading to the next."""
+
+    def __init__(self) -> None:
+        self._begun = time.perf_counter()
+        self._waited_s, self._tokens = 0.0, 0
+
+    @staticmethod
+    def of(engine: Engine) -> Meter:
+        """Return the meter of a module; the first call starts it."""
+        meter, root = engine.facts.about(Meter), engine.module()
+        if meter not in members_of(engine.ledger.observer) and root is not None:
+            engine.ledger.watch(meter)
+            root.register_forward_pre_hook(meter.count, with_kwargs=True)
+            meter.read()
+        return meter
+
+    def read(self) -> tuple[float, float]:
+        """Return the share of the time since the last reading that waited, and tokens a second."""
+        now = time.perf_counter()
+        seconds, waited, tokens = max(now - self._begun, 1e-9), self._waited_s, self._tokens
+        self._begun, self._waited_s, self._tokens = now, 0.0, 0
+        return min(1.0, waited / seconds), tokens / seconds
+
+    @torch._disable_dynamo  # see [Note: torch.compile] in engine/hooks.py
+    def count(self, _: nn.Module, args: object, kwargs: object) -> None:
+        """Count the tokens of a forward that trains: the elements of its first integer tensor."""
+        if torch.is_grad_enabled():
+            whole = (t for t in tensors_in((args, kwargs)) if not t.is_floating_point())
+            first = next(whole, None)
+            self._tokens += 0 if first is None else first.numel()
+
+    # the observer
+
+    def held(self, kind: str, tier: str, nbytes: int) -> None:
+        """See `Observer.held`."""
+
+    def begin(self, stream: Stream, verb: str, unit: str) -> Span:
+        """See `Observer.begin`."""
+        is_wait = stream is Stream.COMPUTE and verb in _WAITS
+        return _Wait(self) if is_wait else _UNTIMED
+
+    def note(self, seconds: float) -> None:
+        """The training thread has waited."""
+        self._waited_s += seconds
+
+
+class _Untimed:
+    """A span that nobody times."""
+
+    def end(self, nbytes: int = 0) -> None:
+        """See `onefold.layout.observer.Span`."""
+
+
+_UNTIMED = _Untimed()
+
+
+class _Wait:
+    """A wait of the training thread."""
+
+    __slots__ = ("_begun", "_meter")
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter, self._begun = meter, time.perf_counter()
+
+    def end(self, nbytes: int = 0) -> None:
+        """See `onefold.layout.observer.Span`."""
+        self._meter.note(time.perf_counter() - self._begun)

@@ -1,0 +1,107 @@
+"""`onefold.report(model).scalars()`: numbers for a dashboard, in a plain loop and in Trainer."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import onefold
+from tests.support.hf_ranks import run_forks
+from tests.support.ranks import run_ranks, seeded
+
+
+class Words(nn.Module):
+    """Tokens to numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.drop(self.table(tokens)))
+
+
+@pytest.mark.filterwarnings("ignore:ranks .* drop the same elements")
+def test_a_plain_loop_gets_peaks_bytes_waits_and_its_tokens_a_second():
+    def body(rank: int) -> None:
+        model = seeded(Words)
+        optimizer = torch.optim.AdamW(model.parameters())
+        onefold.shard(model, optimizer, stage=3)
+        tokens = torch.arange(12).view(2, 6) + rank
+        assert set(onefold.report(model).scalars()) == {"peak_bytes", "sent_bytes"}
+        for step in range(4):
+            begun = time.perf_counter()
+            model(tokens).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            report = onefold.report(model)
+            numbers, seconds = report.scalars(), time.perf_counter() - begun
+            assert numbers["peak_bytes"] == report.memory_peak > 0
+            assert numbers["sent_bytes"] == sum(t.sent_nbytes for t in report.last_step.values())
+            if step > 0:
+                assert 0 < numbers["waiting_share"] <= 1
+                assert tokens.numel() / 2 / seconds < numbers["tokens_per_s"]
+                assert numbers["tokens_per_s"] <= 2 * tokens.numel() / seconds
+
+    run_ranks(3, body)
+
+
+def test_a_model_without_tokens_has_no_rate_of_them():
+    model = seeded(lambda: nn.Sequential(nn.Linear(64, 8), nn.Linear(8, 4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    onefold.shard(model, optimizer)
+    for _ in range(2):
+        model(torch.ones(2, 64)).mean().backward()
+        optimizer.step()
+        numbers = onefold.report(model).scalars()
+    assert set(numbers) == {"peak_bytes", "sent_bytes", "waiting_share"}
+
+
+@pytest.mark.process
+def test_callbacks_that_report_to_a_dashboard_get_the_numbers_of_trainer(tmp_path):
+    """They come before the user's; ranks drop elements of their own, without a warning."""
+    pytest.importorskip("transformers")
+    first, second = run_forks(2, _under_trainer, tmp_path)
+    assert first["generators"] != second["generators"]
+    assert first["warnings"] == second["warnings"] == []
+    for logged in first["logged"]:
+        assert logged["onefold_peak_bytes"] > logged["onefold_sent_bytes"] > 0
+        assert 0 < logged["onefold_waiting_share"] <= 1
+        assert logged["onefold_tokens_per_s"] > 0
+
+
+def _under_trainer(rank: int, folder: Path) -> dict[str, Any]:
+    import transformers
+
+    from onefold.hf import Callback
+    from tests.support.trainers import trainer_of
+
+    logged: list[dict[str, Any]] = []
+
+    class Dashboard(transformers.TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if "loss" in kwargs["logs"]:
+                logged.append(dict(kwargs["logs"]))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = trainer_of(folder, Dashboard(), Callback(stage=3), build=_with_dropout)
+        trainer.train()
+    own = [str(warning.message) for warning in caught if "ranks" in str(warning.message)]
+    generators = torch.get_rng_state().tolist()
+    return {"logged": logged, "warnings": own, "generators": generators}
+
+
+def _with_dropout() -> nn.Module:
+    from tests.support.trainers import llama
+
+    model = llama()
+    model.lm_head = nn.Sequential(nn.Dropout(0.1), model.lm_head)
+    return model
