@@ -6,7 +6,10 @@ import gc
 import json
 import os
 import socket
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import onefold
+from tests.support import kills
 from tests.support.fresh import run_scripts
 from tests.support.ranks import run_processes, seeded
 
@@ -162,3 +166,11 @@ def test_a_rank_that_raises_is_named_by_the_others_and_all_are_gone_in_seconds(t
         assert "of unit '" in error, text
         assert error.endswith("to complete, got rank 1 ended: ValueError: a bad row"), text
         assert ends[rank] - ends[1] < GONE_S, text
+
+
+def test_a_rank_killed_at_work_is_named_by_the_others():
+    """The short form of `python tests/support/kills.py`, which kills 100 times."""
+    command = [sys.executable, str(Path(kills.__file__)), "--kills", "3", "--works"]
+    done = subprocess.run([*command, "generate", "disk", "load"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 kills, 6 survivors: 0 without the name" in done.stdout

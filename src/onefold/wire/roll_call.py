@@ -174,7 +174,7 @@ class RollCall:
             self._store.set("gone", self.gone)
             self._store.add("asked", 1)  # so that all look
         except RuntimeError:
-            return self.gone or "the process that holds the store of the group ended"
+            return self.gone or _holder_of_store()
         return self.gone
 
     def _ask_who_is_left(self) -> str:
@@ -335,6 +335,13 @@ class _Stacks:
                 inside = takewhile(lambda path: path.startswith(_TORCH), paths)
                 return any(path.endswith(_WAIT_FOR_RANKS) for path in inside)
         return False
+
+
+def _holder_of_store() -> str:
+    """The process whose end has ended the store."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return "the launcher ended"
+    return "rank 0 ended, which held the store of the process group"
 
 
 def _why_it_ends() -> str:
