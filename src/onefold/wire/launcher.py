@@ -100,3 +100,8 @@ def not_met(got: str, timeout: timedelta, variable: str) -> str:
         hint=f"start every host; {variable} names the interface that leads to the others "
         f"(docs/guides/clusters.md); {ALONE}",
     )
+
+
+def store_holder() -> str:
+    """The process that holds the store by which the ranks of the job meet, for messages."""
+    return "the launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"

@@ -29,8 +29,9 @@ from weakref import finalize
 import torch
 from torch.distributed.distributed_c10d import Store
 
-from onefold.errors import Failure, expected
+from onefold.errors import Failure, OnefoldError, expected
 from onefold.wire.lanes import CALL, Lane
+from onefold.wire.launcher import store_holder
 
 POLL_S = 0.5
 """How often a rank looks whether another one asks."""
@@ -174,7 +175,7 @@ class RollCall:
             self._store.set("gone", self.gone)
             self._store.add("asked", 1)  # so that all look
         except RuntimeError:
-            return self.gone or "the process that holds the store of the group ended"
+            return self.gone or f"{store_holder()} ended, which held the store of the ranks"
         return self.gone
 
     def _ask_who_is_left(self) -> str:
@@ -183,18 +184,17 @@ class RollCall:
         turns = {rank: self._read_turn(rank) for rank in others}
         store.add("asked", 1)
         begun = time.monotonic()
-        while (waited := time.monotonic() - begun) < LEFT_S:
+        while True:
             if said := self._read_gone():
                 return said
             notes = {r: store.get(f"ended/{r}").decode() for r in others if self._has(f"ended/{r}")}
             if notes:
                 return "; ".join(f"rank {rank} ended: {note}" for rank, note in notes.items())
             silent = [rank for rank in others if self._read_turn(rank) == turns[rank]]
-            if not silent or (len(silent) == 1 and waited > 3 * POLL_S):
-                break
+            waited = time.monotonic() - begun
+            if not silent or waited > (LEFT_S if len(silent) > 1 else 3 * POLL_S):
+                return "; ".join(f"rank {rank} ended without a word" for rank in silent)
             time.sleep(POLL_S / 10)
-        silent = [rank for rank in others if self._read_turn(rank) == turns[rank]]
-        return "; ".join(f"rank {rank} ended without a word" for rank in silent)
 
     def _read_turn(self, rank: int) -> int:
         """The number of the turn in which a rank answered last."""
@@ -212,6 +212,10 @@ class RollCall:
         return self._read_verdict() or self.table
 
     def _stop(self, thread: threading.Thread) -> None:
+        error = _last_error()
+        if error is not None and not isinstance(error, OnefoldError) and "gloo" in str(error):
+            # of a collective that torch or the user began, where nothing else could be raised
+            os.write(2, f"onefold: {self.find_gone()}\n".encode())
         with suppress(RuntimeError):  # the store's host has ended
             self._store.set(f"ended/{self._rank}", _why_it_ends())
         for lane in self.lanes:
@@ -341,10 +345,13 @@ def _why_it_ends() -> str:
     """Why this rank takes no part any more, for the others."""
     if threading.main_thread().is_alive():
         return "it has deleted its sharded module"
-    error = getattr(sys, "last_value", None)  # what the interpreter printed
-    if error is None:
-        return "its script is over"
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    error = _last_error()
+    return f"{type(error).__name__}: {error}".splitlines()[0] if error else "its script is over"
+
+
+def _last_error() -> BaseException | None:
+    """The error that the interpreter has printed, once the script is over."""
+    return None if threading.main_thread().is_alive() else getattr(sys, "last_value", None)
 
 
 def no_rank_can_go_on(table: str) -> str:
