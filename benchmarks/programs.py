@@ -151,6 +151,7 @@ def main() -> int:
             path = arguments.keep / f"{seed}.py"
             path.write_text(drawn.script())
             print(f"{drawn.text}{path}", flush=True)
+        print(f"up to {seeds.stop}: {dict(kinds)}", file=sys.stderr, flush=True)
     for text, count in refusals.most_common():
         print(f"{count:5} {text}")
     total = sum(kinds.values())

@@ -251,3 +251,20 @@ def test_a_file_without_the_matrices_of_other_ranks_warns_and_names_save(options
     texts = [str(w.message) for w in caught if "matrices that one rank steps" in str(w.message)]
     assert len(texts) == 1
     assert "onefold.save" in texts[0]
+
+
+@pytest.mark.parametrize("offload", [None, "optimizer", "cpu"])
+def test_a_rank_without_rows_of_a_parameter_counts_its_steps_as_the_others(offload, tmp_path):
+    """Any rank may write the number into a checkpoint, and bias correction follows it."""
+
+    def body(rank):
+        module = seeded(lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2)))
+        optimizer = ADAMW(module.parameters())
+        onefold.shard(module, optimizer, stage=3, units=[module[0]], offload=offload)
+        steps(module, optimizer, count=3)
+        own = [float(optimizer.state[p]["step"]) for p in module.parameters()]
+        onefold.save(tmp_path / "saved", module, optimizer)
+        onefold.load(tmp_path / "saved", module, optimizer)
+        return own, [float(optimizer.state[p]["step"]) for p in module.parameters()]
+
+    assert run_ranks(3, body) == [([3.0] * 4, [3.0] * 4)] * 3

@@ -55,6 +55,28 @@ class Segment:
     def stop(self) -> int:
         return self.start + len(self.grad)
 
+    def begin(self, state: State, device: torch.device) -> State:
+        """Return all states of some elements before the step, from their moments."""
+        if self.is_new:
+            return self.rule.start(state)
+        return state | {name: _copied(value, device) for name, value in self.before.items()}
+
+    def keep_number(self, name: str, value: object) -> None:
+        """Keep a stepped number, the same for all elements. Numbers rest on the CPU."""
+        now = self.state.get(name)
+        if isinstance(now, Tensor) and isinstance(value, Tensor):
+            now.copy_(value)
+        else:
+            self.state[name] = _copied(value, torch.device("cpu"))
+
+    def step_numbers(self, dtype: torch.dtype) -> None:
+        """Step no element: this rank has no rows, and its numbers follow those of other ranks."""
+        rows = torch.empty(0, dtype=dtype)
+        state = self.begin(dict.fromkeys(self.moments, rows), rows.device)
+        self.rule.step(rows, rows, rows, state)
+        for name in state.keys() - set(self.moments):
+            self.keep_number(name, state[name])
+
 
 class UnitStep:
     """The step of one unit, cut into tasks for workers; its waiter runs the rest of the tasks.
@@ -75,6 +97,9 @@ class UnitStep:
         if device.type != "cpu":
             self._ready = accelerator.record(device)
         ordered = sorted(segments, key=lambda segment: segment.start)
+        for segment in ordered:
+            if segment.start == segment.stop:
+                segment.step_numbers(self.stepped.tensor.dtype)
         self._tasks: list[Task] = []
         numel = len(unit.weight.tensor)
         for start in range(0, numel, BLOCK_NUMEL):
@@ -164,12 +189,7 @@ class _StepBlock:
         here = slice(first - self._start, last - self._start)
         grad = segment.grad[first - segment.start : last - segment.start]
         state: State = {name: moments[name][here] for name in segment.moments}
-        if segment.is_new:
-            state = segment.rule.start(state)
-        else:
-            state |= {
-                name: _copied(value, stepped.device) for name, value in segment.before.items()
-            }
+        state = segment.begin(state, stepped.device)
         own = stepped[here]
         rounded = own if weight is stepped else weight[here]
         segment.rule.step(own, grad.to(own.device), rounded, state)
@@ -178,12 +198,8 @@ class _StepBlock:
                 moment = moments[name][here]
                 if moment.data_ptr() != value.data_ptr():
                     moment.copy_(value)
-            elif first == segment.start:  # a number, the same in every block
-                now = segment.state.get(name)
-                if isinstance(now, Tensor) and isinstance(value, Tensor):
-                    now.copy_(value)
-                else:  # numbers rest on the CPU
-                    segment.state[name] = _copied(value, torch.device("cpu"))
+            elif first == segment.start:
+                segment.keep_number(name, value)
 
     def _bring(self, buffer: Buffer, near: Tensor | None, *, is_read: bool) -> Tensor:
         """Return the block of a buffer, in place or in `near`: read, or zeros."""

