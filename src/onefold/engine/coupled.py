@@ -1,4 +1,4 @@
-"""Step optimizers that need all parameters at once: D-Adaptation, Prodigy, LBFGS.
+"""Step optimizers that need all parameters at once, or a closure: D-Adaptation, Prodigy, LBFGS.
 
 D-Adaptation and Prodigy estimate one learning rate from sums over all elements. `summed_rows` makes
 a tensor class whose sums are those over the rows of all ranks, so the class's own step runs on the
@@ -9,12 +9,13 @@ LBFGS searches over all parameters. `share_losses` lets ranks that hold whole co
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from onefold.errors import StateError
 from onefold.wire.collectives import Group
 
 ADDED = ("sum", "dot", "vdot", "any")
@@ -70,3 +71,25 @@ def share_losses(
         return group.all_reduced(loss) / group.world_size
 
     return (optimizer, mean_loss), {k: v for k, v in kwargs.items() if k != "closure"}
+
+
+class EvaluatedClosure:
+    """A closure that was evaluated before the step, and returns its loss once."""
+
+    def __init__(self, loss: object, name: str) -> None:
+        self._losses, self._name = [loss], name
+        self._versions: list[tuple[Tensor, int]] = []
+
+    def expect(self, weights: Sequence[Tensor]) -> None:
+        """Hold the loss to be that of the weights as they are now."""
+        self._versions = [(tensor, tensor._version) for tensor in weights]
+
+    def __call__(self) -> object:
+        is_edited = any(tensor._version != version for tensor, version in self._versions)
+        if is_edited or not self._losses:
+            raise StateError(
+                "a step that evaluates its closure once, at the weights before the step",
+                f"{self._name}, which evaluates it {'at others' if is_edited else 'again'}",
+                hint="an optimizer that needs one gradient a step, such as AdamW",
+            )
+        return self._losses.pop()

@@ -249,8 +249,7 @@ class Engine:
                 hint="run backward before the optimizer steps or weights are loaded",
             )
         actions = self.schedule.enter_backward(call, builds_graph=torch.is_grad_enabled())
-        for ended in self.schedule.ended:
-            self.marks.leave(ended)
+        self.marks.leave(*self.schedule.ended)
         self.hands.do(actions)
         self.marks.enter(call, "backward", unit.name)
 
@@ -267,18 +266,17 @@ class Engine:
 
     def end_backward(self) -> None:
         """Autograd is done: reshard every unit, finish every reduction."""
-        reductions, defers = self.schedule.reductions, self.schedule.reductions.defers
-        driven = self.schedule.driven
+        reductions, driven = self.schedule.reductions, self.schedule.driven
+        defers = reductions.defers
         self.facts.end_backward(accumulates=not driven.is_last)
         actions = self.schedule.end_backward()
-        for call in self.schedule.ended:
-            self.marks.leave(call)
-        for index in range(len(self.units)) if defers else driven.rests:
-            self.units[index].gradient.rest_partial()
+        self.marks.leave(*self.schedule.ended)
+        gradients = [unit.gradient for unit in self.units]
+        for index in range(len(gradients)) if defers else driven.rests:
+            gradients[index].rest_partial()
         self.hands.do(actions)
         if not defers:
-            units = enumerate(self.units)
-            reductions.note_unused({index for index, unit in units if unit.gradient.is_unused})
+            reductions.note_unused({i for i, grad in enumerate(gradients) if grad.is_unused})
         self.marks.end()
 
     def leave_failed_backward(self) -> None:

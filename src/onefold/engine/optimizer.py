@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_iter
 
 from onefold.engine.behaviour import behaviour_of, moments_of_group
 from onefold.engine.blocks import reserve_slots
-from onefold.engine.coupled import share_losses, summed_rows
+from onefold.engine.coupled import EvaluatedClosure, share_losses, summed_rows
 from onefold.engine.engine import Engine
 from onefold.engine.flat_groups import NUMBERS, FlatStep, with_numbers_on
 from onefold.engine.matrix import MatrixStep
@@ -328,7 +328,7 @@ class OptimizerBinding:
         with torch.enable_grad():
             loss = closure()
         rest = {k: v for k, v in kwargs.items() if k != "closure"}
-        return (optimizer, _Evaluated(loss, type(optimizer).__name__)), rest
+        return (optimizer, EvaluatedClosure(loss, type(optimizer).__name__)), rest
 
     # state
 
@@ -345,9 +345,7 @@ class OptimizerBinding:
                 parameter = self.parameter(tensor)
                 if parameter is not None:
                     own = own_state(parameter, dict.get(state, tensor, {}))
-                    if (
-                        fuses
-                    ):  # torch leaves numbers on the CPU, as the user asked for no fused step
+                    if fuses:  # torch leaves numbers on the CPU: the user asked for no fused step
                         own = with_numbers_on(parameter.local.device, own)
                     self._strategy.import_state(parameter, own)
         self._common = common_state(state)
@@ -372,28 +370,6 @@ class OptimizerBinding:
                             storage = part.untyped_storage()
                             storages[storage.data_ptr()] = storage.nbytes()
         return sum(nbytes for start, nbytes in storages.items() if start not in counted)
-
-
-class _Evaluated:
-    """A closure that was evaluated before the step, and returns its loss once."""
-
-    def __init__(self, loss: object, name: str) -> None:
-        self._losses, self._name = [loss], name
-        self._versions: list[tuple[Tensor, int]] = []
-
-    def expect(self, weights: Sequence[Tensor]) -> None:
-        """Hold the loss to be that of the weights as they are now."""
-        self._versions = [(tensor, tensor._version) for tensor in weights]
-
-    def __call__(self) -> object:
-        is_edited = any(tensor._version != version for tensor, version in self._versions)
-        if is_edited or not self._losses:
-            raise StateError(
-                "a step that evaluates its closure once, at the weights before the step",
-                f"{self._name}, which evaluates it {'at others' if is_edited else 'again'}",
-                hint="an optimizer that needs one gradient a step, such as AdamW",
-            )
-        return self._losses.pop()
 
 
 def _parts_of(state: Tensor) -> list[Tensor]:

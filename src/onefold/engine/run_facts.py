@@ -150,9 +150,9 @@ class Marks:
         if self._ledger.observer is not None:
             self._calls[call] = self._ledger.observer.begin(Stream.COMPUTE, verb, unit)
 
-    def leave(self, call: Call) -> None:
-        """End the compute of a call: its forward, or its part of backward."""
-        if self._calls:
+    def leave(self, *calls: Call) -> None:
+        """End the compute of calls: their forward, or their part of backward."""
+        for call in calls if self._calls else ():
             begun = self._calls.pop(call, None)
             if begun is not None:
                 begun.end()

@@ -113,8 +113,9 @@ class Group:
 
     def coalesces(self, device: torch.device) -> bool:
         """True if the backend of a device begins several collectives as one."""
-        has_own = device.type != "cpu" and self.is_nccl
-        return has_own and self.handle._get_backend(device).supports_coalescing
+        if device.type == "cpu" or not self.is_nccl or self.handle is None:
+            return False
+        return self.handle._get_backend(device).supports_coalescing
 
     def track(self, works: list[Waitable], label: str) -> Sequence[Waitable]:
         """The works of one message; with peers as one, which says where ranks are if it waits.
