@@ -6,6 +6,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 
 DISK ?= /var/tmp
 
+# tests start hundreds of processes: each would compile all that it imports
+unexport PYTHONDONTWRITEBYTECODE
+
 # compiled while the package is installed, where there is a C compiler
 KERNELS := $(wildcard src/onefold/wire/kernels/*.[ch]) src/onefold/wire/kernels/compiling.py
 

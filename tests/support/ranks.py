@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,12 @@ import torch.multiprocessing as mp
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 from tests.support.forking import HANG_S, await_ended_threads
+
+WARM = ("tests.support.ranks", "onefold.api", "torch._dynamo")
+"""What all ranks would import first, three seconds of a core each."""
+
+MEMORY = Path("/dev/shm")
+"""Where ranks meet: every look at a store of files on a disk reads and locks one."""
 
 HANGS_AFTER = 0.8  # of the time that messages are waited for: a rank then shows where it is
 _GENERATOR = threading.RLock()
@@ -106,8 +113,8 @@ def run_processes(
     if start_method == "fork":
         await_ended_threads()
     elif start_method == "forkserver":
-        mp.set_forkserver_preload(["tests.support.ranks", body.__module__])
-    with tempfile.TemporaryDirectory() as folder:
+        mp.set_forkserver_preload([*WARM, body.__module__])
+    with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
         mp.start_processes(
             _process,
             (world_size, f"file://{folder}/store", timeout_s, body, args),

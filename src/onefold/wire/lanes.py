@@ -16,7 +16,6 @@ from collections.abc import Hashable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from onefold.errors import WireError
+from onefold.wire.interfaces import gloo_options
 
 CALL = "call"
 """The phase outside of forward and backward: save, load, unsharded, an optimizer's step."""
@@ -47,6 +47,8 @@ _LATER = timedelta(minutes=1)
 ALL_GATHER, ALL_TO_ALL = AllgatherOptions(), AllToAllOptions()
 ALL_GATHER.asyncOp = ALL_TO_ALL.asyncOp = True
 """For calls of a backend itself: `torch.distributed`'s functions check as much time again."""
+
+_DESCRIPTORS = "/proc/self/fd"
 
 _CONNECTIONS = {
     CALL: "call",
@@ -74,7 +76,7 @@ class Lane:
 
     name: str
     backend: Any  # a ProcessGroupGloo, whose stubs lack some calls
-    sockets: dict[Path, str] = field(default_factory=dict)
+    sockets: dict[int, str] = field(default_factory=dict)  # what each descriptor leads to
     issued: int = 0
     _last: tuple[Hashable, Hashable] = (None, None)
     _expected: dict[tuple[Hashable, Hashable], Hashable] = field(default_factory=dict)
@@ -95,10 +97,10 @@ class Lane:
 
         gloo has no call for that (`abort` is empty), so its own sockets are shut down.
         """
-        for path, inode in self.sockets.items():
+        for number, inode in self.sockets.items():
             with suppress(OSError):  # closed by now
-                if os.readlink(path) == inode:
-                    with socket.socket(fileno=os.dup(int(path.name))) as own:
+                if os.readlink(f"{_DESCRIPTORS}/{number}") == inode:
+                    with socket.socket(fileno=os.dup(number)) as own:
                         own.getpeername()  # the one that listens has none: gloo does not bear it
                         own.shutdown(socket.SHUT_RDWR)
 
@@ -126,17 +128,19 @@ class Lanes:
         Raises `WireError` if a rank does not come within `timeout`.
         """
         rank, size = members
-        lanes = {}
+        lanes, before = {}, _sockets()
+        options = gloo_options(timeout)
         for connection in (*dict.fromkeys(_CONNECTIONS.values()), AGREEMENT):
-            prefix, before = f"{name}/{connection}", _sockets()
+            prefix = f"{name}/{connection}"
             try:
-                backend = ProcessGroupGloo(PrefixStore(prefix, store), rank, size, timeout)
+                backend = ProcessGroupGloo(PrefixStore(prefix, store), rank, size, options)
             except RuntimeError as error:
                 raise absent(members, timeout, str(error).splitlines()[0]) from error
             # a wait that ends first can say where every rank is (wire/peers.py)
             backend._set_default_timeout(timeout + _LATER)
-            own = {path: inode for path, inode in _sockets().items() if before.get(path) != inode}
-            lanes[connection] = Lane(prefix, backend, own)
+            after = _sockets()
+            own = {number: inode for number, inode in after.items() if before.get(number) != inode}
+            lanes[connection], before = Lane(prefix, backend, own), after
         return Lanes(now, lanes, size)
 
     @property
@@ -170,13 +174,14 @@ class Lanes:
         return self.now.begin().allreduce([tensor], options)
 
 
-def _sockets() -> dict[Path, str]:
-    """The sockets of this process, by the paths of their descriptors; none without /proc."""
+def _sockets() -> dict[int, str]:
+    """The sockets of this process, by the numbers of their descriptors; none without /proc."""
     sockets = {}
-    for path in Path("/proc/self/fd").glob("*"):
-        with suppress(OSError):  # the descriptor of this search
-            if (inode := os.readlink(path)).startswith("socket:"):
-                sockets[path] = inode
+    with suppress(OSError):
+        for number in os.listdir(_DESCRIPTORS):
+            with suppress(OSError):  # the descriptor of this search
+                if (inode := os.readlink(f"{_DESCRIPTORS}/{number}")).startswith("socket:"):
+                    sockets[int(number)] = inode
     return sockets
 
 

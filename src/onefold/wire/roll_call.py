@@ -8,29 +8,23 @@ one is busy elsewhere, those that wait raise the list at the timeout.
 
 from __future__ import annotations
 
-import faulthandler
 import json
-import linecache
 import os
 import pickle
 import sys
-import sysconfig
-import tempfile
 import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from itertools import takewhile
-from pathlib import Path
 from types import FrameType
 from weakref import finalize
 
-import torch
 from torch.distributed.distributed_c10d import Store
 
 from onefold.errors import Failure, OnefoldError, expected
-from onefold.wire.lanes import CALL, Lane
+from onefold.wire.frames import Stacks, describe, is_in_torch_collective, place_in
+from onefold.wire.lanes import Lane
 from onefold.wire.launcher import store_holder
 
 POLL_S = 0.5
@@ -44,15 +38,6 @@ LEFT_S = 3.0
 
 LINGER_S = 1.0
 """A rank that fails alone stays so long at most: the others may learn it from its store."""
-
-_OWN = str(Path(__file__).parents[1]) + os.sep
-_TORCH = str(Path(torch.__file__).parent) + os.sep
-_WAIT_FOR_RANKS = (
-    "_functional_collectives.py", "distributed_c10d.py", "_collective_utils.py", "_redistribute.py",
-)  # fmt: skip
-_MODULE_CALL = os.path.join("torch", "nn", "modules", "module.py")
-_STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
-_INSTALLED = sysconfig.get_paths()["purelib"] + os.sep
 
 
 @dataclass(slots=True)
@@ -124,7 +109,7 @@ class RollCall:
         self._heard = [0] * world_size  # the turn of each rank's last answer
         self._before: tuple[int, int] | None = None
         self._last: list[Answer | None] = []
-        self._stacks = _Stacks()
+        self._stacks = Stacks()
         self._quit = threading.Event()
         thread = threading.Thread(target=self._run, daemon=True, name="onefold-roll-call")
         thread.start()
@@ -283,9 +268,11 @@ class RollCall:
     def _is_stuck(self) -> bool:
         """True if this rank has waited for some time in a collective, of ours or of torch."""
         main = threading.main_thread().ident or 0
-        frame = sys._current_frames().get(main) if self._stacks.may_wait(main) else None
         now: tuple[int, int] | None = None
-        if frame is not None and _is_in_torch_collective(frame):
+        frame: FrameType | None = None
+        if self._waiting is None and self._stacks.may_wait(main):
+            frame = sys._current_frames().get(main)
+        if frame is not None and is_in_torch_collective(frame):
             now = (id(frame), frame.f_lasti)
         before, self._before = self._before, now
         return self._waiting is not None or (now is not None and now == before)
@@ -295,9 +282,9 @@ class RollCall:
         if waiting is not None:
             return Answer(self._place(waiting), stuck, waiting.lane, waiting.number, issued)
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        is_theirs = _is_in_torch_collective(frame)
+        is_theirs = is_in_torch_collective(frame)
         what = "a collective of torch" if is_theirs else "no collective"
-        return Answer(f"{what}{_at(frame)}", stuck and is_theirs, None, 0, issued)
+        return Answer(f"{what}{place_in(frame)}", stuck and is_theirs, None, 0, issued)
 
     def place_of(self, waiting: Waiting) -> str:
         """This rank's line of a list that says where all ranks are."""
@@ -306,39 +293,7 @@ class RollCall:
     def _place(self, waiting: Waiting) -> str:
         frame = sys._current_frames().get(waiting.thread)
         label = waiting.label.removesuffix(f" on rank {self._rank}")
-        return f"{describe(waiting.phase, label, frame)}{_at(frame)}"
-
-
-class _Stacks:
-    """Tells which threads wait in a collective of torch, without making objects of their frames.
-
-    CPython 3.11 makes a frame object also of a frame that its thread is clearing, while a tensor's
-    destructor has released the lock: the object dangles, and reading it may crash. A thread that
-    waits clears nothing, so only such a thread's frames are asked for.
-    """
-
-    def __init__(self) -> None:
-        self._file: int | None = None
-        if sys.version_info < (3, 12):
-            with tempfile.TemporaryFile() as file:
-                self._file = os.dup(file.fileno())
-            finalize(self, os.close, self._file).atexit = False  # the thread may still look
-
-    def may_wait(self, thread: int) -> bool:
-        """True if the thread is in a collective of torch, or if its frames may be asked for."""
-        if self._file is None:
-            return True
-        os.lseek(self._file, 0, os.SEEK_SET)
-        os.ftruncate(self._file, 0)
-        faulthandler.dump_traceback(self._file, all_threads=True)
-        dump = os.pread(self._file, os.fstat(self._file).st_size, 0).decode()
-        for part in dump.split("\n\n"):
-            head, *calls = part.splitlines()
-            if f"0x{thread:016x} " in head:
-                paths = (call.split('"')[1] for call in calls if '"' in call)
-                inside = takewhile(lambda path: path.startswith(_TORCH), paths)
-                return any(path.endswith(_WAIT_FOR_RANKS) for path in inside)
-        return False
+        return f"{describe(waiting.phase, label, frame)}{place_in(frame)}"
 
 
 def _why_it_ends() -> str:
@@ -362,54 +317,6 @@ def no_rank_can_go_on(table: str) -> str:
         hint="every rank makes the same calls in the same order: take collectives out of "
         "`if rank == 0:`, and run the same number of steps on every rank",
     )
-
-
-def describe(phase: str, label: str, frame: FrameType | None) -> str:
-    """Name a collective by the call that it belongs to."""
-    if phase != CALL:
-        return f"{'evaluation forward' if phase == 'evaluation' else phase}, {label}"
-    called = None
-    while frame is not None:  # the outermost function of ours that the user's frame leads to
-        if frame.f_code.co_filename.startswith(_OWN):
-            called = frame.f_code.co_name.strip("_")
-        elif called is not None and not _is_plumbing(frame):
-            break
-        frame = frame.f_back
-    return f"onefold.{called}, {label}" if called else label
-
-
-def _is_plumbing(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith((_TORCH, _STANDARD))
-
-
-def _at(frame: FrameType | None) -> str:
-    """The line of the user's code that led here: of the loop rather than of a module's forward."""
-    own: FrameType | None = None
-    installed: FrameType | None = None
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if file.endswith(_MODULE_CALL):
-            own = installed = None
-        elif file.startswith(_INSTALLED):
-            installed = installed or frame
-        elif not file.startswith((_OWN, _TORCH, _STANDARD, "<")):
-            own = own or frame
-        frame = frame.f_back
-    chosen = own or installed
-    if chosen is None:
-        return ""
-    file, line = chosen.f_code.co_filename, chosen.f_lineno
-    source = linecache.getline(file, line).strip()
-    return f", {Path(file).name}:{line}" + (f" `{source}`" if source else "")
-
-
-def _is_in_torch_collective(frame: FrameType | None) -> bool:
-    """True if torch's innermost call is one that waits for other ranks."""
-    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
-        if frame.f_code.co_filename.endswith(_WAIT_FOR_RANKS):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _text(answer: Answer | None) -> str:
