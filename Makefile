@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # compiled while the package is installed, where there is a C compiler
 KERNELS := $(wildcard src/onefold/wire/kernels/*.[ch]) src/onefold/wire/kernels/compiling.py
 
-.PHONY: train big cluster test quick full check docs package format bench clean
+.PHONY: train big cluster test quick full check docs package again format bench clean
 
 train: $(VENV)/train.done
 	$(BIN)/onefold train
@@ -27,13 +27,18 @@ big: $(VENV)/train.done
 cluster: $(VENV)/train.done
 	$(BIN)/python benchmarks/cluster.py
 
-# more processes than a small machine has cores: many tests wait for processes of their own
+# each law once; more processes than a small machine has cores: many tests wait for their own
 test: $(VENV)/dev.done
-	$(BIN)/python -m pytest --numprocesses 4 --dist worksteal --durations-file=build/durations.json
+	$(BIN)/python -m pytest --numprocesses 4 --dist worksteal -m "not again" \
+		--durations-file=build/durations.json
+
+# laws of `make test` once more, at more cost: examples, commands, other libraries, real processes
+again: $(VENV)/dev.done
+	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal -m again
 
 # ranks are threads alone, no process: the laws, in under two minutes
 quick: $(VENV)/dev.done
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not process"
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not process and not again"
 
 # every case of the large grids, before a release
 full: $(VENV)/dev.done

@@ -117,6 +117,9 @@ def _resume_in_one_world(rank: int, folder: Path) -> None:
     assert_as((logs(again), weights(again.model)), wanted)
 
 
+@pytest.mark.again(
+    "tests/adapters/test_hf_save.py::test_checkpoints_open_and_resume_bit_for_bit_and_elsewhere"
+)
 def test_another_stage_and_tier_continue_the_run(tmp_path):
     on_ranks(2, _resume_in_one_world, tmp_path)
 
@@ -143,6 +146,9 @@ def _best(rank: int, folder: Path) -> None:
             assert os.listdir(trainer.args.output_dir) == [f"checkpoint-{step}"]
 
 
+@pytest.mark.again(
+    "tests/adapters/test_hf_save.py::test_checkpoints_open_and_resume_bit_for_bit_and_elsewhere"
+)
 def test_the_best_model_is_kept_and_loaded(tmp_path):
     on_ranks(2, _best, tmp_path)
 
@@ -329,6 +335,9 @@ def test_a_save_without_frozen_parameters_holds_and_loads_the_others(tmp_path):
 # the example
 
 
+@pytest.mark.again(
+    "tests/adapters/test_hf_save.py::test_checkpoints_open_and_resume_bit_for_bit_and_elsewhere"
+)
 @pytest.mark.parametrize(
     "run", [pytest.param(alone_in_one_process, marks=UNDER_TORCHRUN), under_torchrun]
 )

@@ -173,6 +173,9 @@ def test_export_refuses_flags_it_does_not_know(saved, tmp_path, capsys, flags, t
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.again(
+    "tests/app/test_cli_checkpoint.py::test_a_run_that_was_cut_in_two_is_the_run_that_was_not"
+)
 @pytest.mark.process
 @pytest.mark.timeout(180)
 def test_killed_again_and_again_a_run_ends_as_if_it_never_was(tmp_path):

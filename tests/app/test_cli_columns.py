@@ -86,6 +86,7 @@ def test_a_training_run_prints_80_columns(trained):
     assert predicted == pytest.approx(measured, rel=0.05)
 
 
+@pytest.mark.again("tests/app/test_cli_columns.py::test_a_training_run_prints_80_columns")
 @pytest.mark.parametrize("command", [
     ("inspect", "runs"), ("inspect", "runs", "--verify"), ("report", "page"),
     ("export", "runs", "exported"),
@@ -102,6 +103,7 @@ MEASURES = [
 ]  # fmt: skip
 
 
+@pytest.mark.again("tests/app/test_cli_columns.py::test_a_training_run_prints_80_columns")
 @pytest.mark.process
 def test_what_measures_prints_80_columns(tmp_path):
     """In forks of a fresh process: torch's threads do not survive a fork of one that used them."""
@@ -119,6 +121,7 @@ def test_what_measures_prints_80_columns(tmp_path):
         assert too_wide(out) == [], command
 
 
+@pytest.mark.again("tests/app/test_cli_columns.py::test_a_training_run_prints_80_columns")
 @pytest.mark.process
 @pytest.mark.parametrize("command", [
     ("check", "--steps", "1"),

@@ -126,6 +126,9 @@ def move(rank: int, folder: Path) -> None:
             check_bits(other.state(), wanted, f"from {name} to {kind}")
 
 
+@pytest.mark.again(
+    "tests/axes/test_pipeline_checkpoint.py::test_checkpoints_move_between_pipelines_ranks_of_data_and_one_process"
+)
 def test_its_states_move_both_ways_and_are_written_once(tmp_path):
     alone = Alone()
     alone.train()

@@ -267,6 +267,9 @@ def test_saving_and_loading_is_told_beside_the_disk():
     assert told["read / disk"] == "1.00 [1.00-1.00]"
 
 
+@pytest.mark.again(
+    "tests/house/test_benchmarks.py::test_steps_from_disk_move_the_bytes_of_the_formula"
+)
 @pytest.mark.process
 def test_the_checkpoint_benchmark_measures_the_disk_and_this_library(tmp_path):
     """One small round of the two that need nothing but torch."""

@@ -62,22 +62,26 @@ def test_rows_of_a_grid_hold_each_world_size_stage_and_combination_of_the_others
     assert len(rows) == len(grid) + len(axes) + 2 + 1
 
 
-def test_a_case_that_seldom_runs_names_a_test_that_runs_always_and_keeps_its_law():
+def test_a_test_that_is_left_out_names_one_that_make_test_runs_and_that_keeps_its_law():
     keepers = [keeper for path in TESTS.rglob("test_*.py") for keeper in _keepers(path)]
     assert len(keepers) > 3
-    for keeper in keepers:
+    for mark, keeper in keepers:
         path, _, name = keeper.partition("::")
         body = ast.parse((TESTS.parent / path).read_text()).body
         test = next(node for node in body if getattr(node, "name", None) == name)
         assert isinstance(test, ast.FunctionDef)
-        assert "mark.seldom" not in "".join(map(ast.unparse, test.decorator_list)), keeper
+        marks = "".join(map(ast.unparse, test.decorator_list))
+        assert "mark.seldom" not in marks, keeper
+        assert mark == "seldom" or "mark.again" not in marks, keeper
 
 
-def _keepers(path: Path) -> Iterator[str]:
-    """The arguments of the marks `seldom` in a file."""
+def _keepers(path: Path) -> Iterator[tuple[str, str]]:
+    """The marks `seldom` and `again` in a file, each with its argument."""
     if path == Path(__file__):
         return
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.seldom":
-            (keeper,) = node.args
-            yield ast.literal_eval(keeper)
+        if isinstance(node, ast.Call):
+            of, _, mark = ast.unparse(node.func).rpartition(".")
+            if of == "pytest.mark" and mark in ("seldom", "again"):
+                (keeper,) = node.args
+                yield mark, ast.literal_eval(keeper)

@@ -99,6 +99,9 @@ def test_a_split_sequence_has_the_losses_of_one_rank():
         assert told == pytest.approx(alone_told, abs=2e-3)
 
 
+@pytest.mark.again(
+    "tests/axes/test_experts_transformers.py::test_models_of_transformers_have_the_gradients_of_one_process"
+)
 @pytest.mark.process
 def test_a_mixtral_trains_with_an_expert_axis():
     told = under_torchrun("experts.py", ranks=4)
@@ -107,6 +110,9 @@ def test_a_mixtral_trains_with_an_expert_axis():
     assert "stage 3, rank 0 of 4, 20 steps" in told
 
 
+@pytest.mark.again(
+    "tests/axes/test_tensor_parallel.py::test_gradients_and_weights_are_those_of_one_process_and_bitwise_those_of_other_stages"
+)
 @pytest.mark.process
 def test_tensor_parallel_trains_one_model_on_each_pair_of_ranks():
     done = torchrun(str(EXAMPLES / "tensor_parallel.py"), ranks=4)
@@ -116,6 +122,9 @@ def test_tensor_parallel_trains_one_model_on_each_pair_of_ranks():
     assert "blocks.0.up.weight [192, 64]: [48, 64] rest on a rank" in done.stdout
 
 
+@pytest.mark.again(
+    "tests/adapters/test_lightning.py::test_losses_weights_and_validation_are_those_of_ddp"
+)
 @pytest.mark.process
 def test_lightning_trains_on_processes_of_its_own_launcher_and_under_torchrun():
     pytest.importorskip("lightning")
@@ -153,6 +162,7 @@ def test_adapters_train_on_a_four_bit_base():
     assert "stage 3, rank 0 of 1, 12 steps" in alone("qlora.py")
 
 
+@pytest.mark.again("tests/axes/test_pipeline.py::test_weights_after_ten_steps_equal_one_process")
 @pytest.mark.process
 def test_the_pipeline_learns_the_next_word():
     done = torchrun(str(EXAMPLES / "pipeline.py"), ranks=4)
@@ -189,6 +199,9 @@ def three_axes_alone() -> tuple[nn.Module, list[float]]:
     return model, losses
 
 
+@pytest.mark.again(
+    "tests/axes/test_axes_matrix.py::test_every_stage_on_every_mesh_is_one_process_and_stages_have_the_same_bits"
+)
 @pytest.mark.process
 def test_three_axes_train_the_model_of_one_process(tmp_path):
     folder = tmp_path / "saved"

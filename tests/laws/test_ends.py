@@ -173,6 +173,9 @@ def test_a_rank_that_raises_is_named_by_the_others_and_all_are_gone_in_seconds(t
     assert max(ends) - ends[1] < 2 * GONE_S, text
 
 
+@pytest.mark.again(
+    "tests/laws/test_processes.py::test_a_lost_rank_ends_the_others_in_time_and_names_unit_and_collective"
+)
 def test_a_rank_killed_at_work_is_named_by_the_others():
     """The short form of `python tests/support/kills.py`, which kills 100 times."""
     command = [sys.executable, str(Path(kills.__file__)), "--kills", "3", "--works"]

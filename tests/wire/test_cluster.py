@@ -74,6 +74,9 @@ def test_without_iproute2_the_command_says_so_in_one_line_and_exits_with_2():
 pytestmark = pytest.mark.process
 
 
+@pytest.mark.again(
+    "tests/wire/test_axes_processes.py::test_processes_have_the_bits_of_threads_under_every_kind_of_wire"
+)
 def test_two_hosts_train_to_the_bits_of_one_and_their_counters_tell_what_went_where(permitted):
     alone = onefold("train", "--ranks", "4", *JOB)
     assert alone.returncode == 0, alone.stderr
