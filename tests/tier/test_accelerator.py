@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from onefold import accelerator
 from onefold.engine.forward_threads import thread_of
 from onefold.layout.ledger import Ledger
+from onefold.tier import accelerator
 from onefold.tier.cpu import HostStore, page_locked
 from onefold.tier.slots import HUGE_NBYTES, host_room
 from onefold.tier.workers import Workers

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from onefold import accelerator
 from onefold.engine.blocks import BLOCK_NUMEL
 from onefold.layout.ledger import Ledger
 from onefold.planner.machines import Efficiency, Link, Machine
+from onefold.tier import accelerator
 from onefold.tier.disk import BlockFile, SwapFile
 from onefold.tier.host import MIB, versions
 from onefold.tier.slots import host_room

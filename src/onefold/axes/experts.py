@@ -35,11 +35,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.func import functional_call
 
-from onefold import accelerator
 from onefold.axes.moves import moved, of_ranks
 from onefold.errors import ConfigError
 from onefold.layout.cut import bounds_of
 from onefold.layout.model_axes import dtensor_of
+from onefold.tier import accelerator
 from onefold.wire import ranks as meshes
 from onefold.wire.collectives import Group
 

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_iter
 
-from onefold import accelerator
 from onefold.checkpoint.archives import bytes_of
 from onefold.checkpoint.metadata import (
     COMPANION,
@@ -45,6 +44,7 @@ from onefold.checkpoint.unpickling import read_object
 from onefold.engine.engine import Engine
 from onefold.engine.optimizer_state import common_state
 from onefold.errors import CheckpointError
+from onefold.tier import accelerator
 
 
 def own_nbytes(state: object) -> int:

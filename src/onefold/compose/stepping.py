@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from onefold import accelerator
 from onefold.config import Offload
+from onefold.tier import accelerator
 from onefold.tier.host import cores_of
 from onefold.tier.step_device import STREAMED_NBYTES
 from onefold.tier.workers import Workers

@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from onefold import accelerator
 from onefold.engine.rules import Rule, State
 from onefold.errors import TierError
 from onefold.layout.observer import Observer, Stream, watched
+from onefold.tier import accelerator
 from onefold.tier.slots import Room
 from onefold.tier.step_device import StepDevice
 from onefold.tier.store import whole_pages

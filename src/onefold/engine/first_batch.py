@@ -16,10 +16,10 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.hooks import RemovableHandle
 
-from onefold import accelerator
 from onefold.engine.pipelined import INFERENCE, calling_stage
 from onefold.engine.watch import tensors_in
 from onefold.layout.model_axes import local_of
+from onefold.tier import accelerator
 from onefold.wire.collectives import Group
 
 _SAME_BATCH = (

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from onefold import accelerator
+from onefold.tier import accelerator
 
 Entry = TypeVar("Entry")
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from onefold import accelerator
 from onefold.engine.engine import Engine
+from onefold.tier import accelerator
 from onefold.unit.dtensors import ShardedParameter
 from onefold.wire.collectives import Group
 

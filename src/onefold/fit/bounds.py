@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch
 
-from onefold import accelerator
 from onefold.errors import ConfigError
 from onefold.text import parse_nbytes
+from onefold.tier import accelerator
 from onefold.tier.host import free_host_bounds
 from onefold.wire.collectives import Group
 from onefold.wire.together import collect

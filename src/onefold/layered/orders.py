@@ -34,13 +34,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from onefold import accelerator
 from onefold.engine.driving import Drive
 from onefold.engine.engine import Engine
 from onefold.engine.first_batch import has_dropout
 from onefold.engine.forward_threads import ForwardThread, current_forward, thread_of
 from onefold.engine.watch import now
 from onefold.errors import StateError
+from onefold.tier import accelerator
 
 Forward = Callable[[], Tensor]
 """One micro-batch: its forward and its part of the mean loss."""

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from onefold import accelerator
 from onefold.config import Precision
 from onefold.errors import ConfigError
 from onefold.planner.machines import Machine, machine_of
@@ -15,6 +14,7 @@ from onefold.planner.mixed import DeviceKind
 from onefold.planner.planned_axes import ModelAxes
 from onefold.recipe import Recipe
 from onefold.text import parse_nbytes
+from onefold.tier import accelerator
 from onefold.tier.host import free_host_nbytes
 
 EXAMPLE = "8xh100-80 + 16xa100-40"

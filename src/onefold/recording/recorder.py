@@ -27,7 +27,6 @@ from threading import get_ident
 import torch
 from torch import nn
 
-from onefold import accelerator
 from onefold.config import STAGES, Offload
 from onefold.engine.engine import Engine
 from onefold.engine.registry import engine_of
@@ -39,6 +38,7 @@ from onefold.recipe import Recipe
 from onefold.recording.report import unit_lines
 from onefold.recording.run_report import RunReport
 from onefold.recording.step_record import TORCH, Change, Sent, Series, SpanLine, StepRecord
+from onefold.tier import accelerator
 from onefold.wire_config import Wire
 
 KINDS: tuple[str, ...] = ("weight", "master", "grad", "optimizer")

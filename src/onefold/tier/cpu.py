@@ -10,8 +10,8 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from onefold import accelerator
 from onefold.errors import TierError
+from onefold.tier import accelerator
 from onefold.tier.store import Allocation, whole_pages
 
 

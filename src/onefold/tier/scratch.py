@@ -15,9 +15,9 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from onefold import accelerator
 from onefold.errors import TierError
 from onefold.layout.ledger import Kind, Ledger
+from onefold.tier import accelerator
 from onefold.tier.area import Area, Lease
 from onefold.tier.cpu import HostStore
 from onefold.tier.device import return_free_memory

@@ -17,8 +17,8 @@ from threading import local
 import torch
 from torch import Tensor
 
-from onefold import accelerator
 from onefold.layout.ledger import Ledger
+from onefold.tier import accelerator
 from onefold.tier.slots import Room, SlotPool, device_room
 
 NUM_STREAMS = 3

@@ -15,7 +15,7 @@ from threading import Barrier, Event, Lock
 
 import torch
 
-from onefold import accelerator
+from onefold.tier import accelerator
 
 NUM_FETCHERS = 2
 """Threads that fetch weights: of the next unit, and of the unit behind it."""

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from onefold.accelerator import Fetched
 from onefold.errors import WireError
 from onefold.layout.cut import Shares
 from onefold.layout.ledger import Ledger
 from onefold.layout.rows import Layout
 from onefold.layout.two_axes import Axes
 from onefold.layout.units import UnitPlan
+from onefold.tier.accelerator import Fetched
 from onefold.tier.cpu import CopyStream
 from onefold.tier.scratch import Scratch
 from onefold.tier.slots import SlotPool

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from onefold import accelerator
 from onefold.errors import ConfigError
 from onefold.layout.units import Owned
+from onefold.tier import accelerator
 from onefold.wire import launcher
 from onefold.wire.collectives import Group
 from onefold.wire.interfaces import GLOO

@@ -21,8 +21,8 @@ from weakref import finalize, ref
 import torch
 import torch.distributed as dist
 
-from onefold import accelerator
 from onefold.errors import OnefoldError, WireError
+from onefold.tier import accelerator
 from onefold.wire.lanes import Lane, PhaseNow
 from onefold.wire.roll_call import PATIENCE_S, POLL_S, RollCall, Waiting, no_rank_can_go_on
 

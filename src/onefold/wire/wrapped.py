@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onefold import accelerator
 from onefold.layout.ledger import Ledger
 from onefold.layout.observer import Observer, Span, Stream, watched
+from onefold.tier import accelerator
 from onefold.wire.message_cut import MessageLayout
 from onefold.wire.peers import works_of
 from onefold.wire.ticket import Ticket

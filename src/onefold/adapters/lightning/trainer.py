@@ -25,13 +25,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
-from onefold import accelerator, config
+from onefold import config
 from onefold.adapters.lightning import checkpoint_io as checkpoints
 from onefold.api import accumulate, report, shard
 from onefold.config import Precision, PrecisionChoice, StageChoice
 from onefold.engine.joining import bind
 from onefold.engine.registry import engine_of, is_sharded
 from onefold.errors import ConfigError
+from onefold.tier import accelerator
 from onefold.wire import launcher
 from onefold.wire.ranks import MeshChoice
 from onefold.wire_config import wire_of

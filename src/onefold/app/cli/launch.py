@@ -56,7 +56,7 @@ def world_size_of(ranks: int | None) -> int:
 
 def default_ranks(on_cpu: int = 2) -> int:
     """Return one rank for each GPU, or `on_cpu` without a GPU."""
-    from onefold import accelerator
+    from onefold.tier import accelerator
 
     return accelerator.count() or on_cpu
 

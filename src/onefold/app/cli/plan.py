@@ -162,9 +162,9 @@ def _kinds(arguments: argparse.Namespace) -> tuple[Cluster, ...]:
 
 def _cluster(arguments: argparse.Namespace) -> Cluster:
     """Return the devices of the flags, or of this machine."""
-    from onefold import accelerator
     from onefold.planner.machines import machine_of
     from onefold.planner.planning import Cluster
+    from onefold.tier import accelerator
     from onefold.tier.host import free_host_nbytes
 
     gpus, ranks = arguments.gpus, arguments.ranks

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 import onefold
-from onefold import accelerator
 from onefold.app.measure import (
     REQUEST_NBYTES,
     BandwidthRow,
@@ -34,6 +33,7 @@ from onefold.engine.registry import engine_of
 from onefold.errors import ConfigError
 from onefold.layout.rows import Layout
 from onefold.text import format_bytes
+from onefold.tier import accelerator
 from onefold.tier.cpu import HostStore
 from onefold.tier.disk import BlockFile, DiskStore, SwapFile
 from onefold.tier.host import MIB, free_host_nbytes, usable_cores

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from onefold import accelerator
 from onefold.adapters.versions import outside
 from onefold.app.measure import highest_rate
 from onefold.app.tools.bandwidth import Ask, measure_link
 from onefold.engine.adam_kernel import kernel
 from onefold.text import counted, format_bytes, format_rate
+from onefold.tier import accelerator
 from onefold.tier.host import (
     DISK_NBYTES,
     GIB,

@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from onefold import accelerator
 from onefold.app.measure import BandwidthRow, in_rounds, waiter
 from onefold.errors import OnefoldError, expected, listed
 from onefold.fit.bounds import RankMemory
 from onefold.fit.shares import PARTS, weights_of
 from onefold.layout.row_split import RankTime, rows_of
 from onefold.text import columns, format_bytes, format_rate, wrapped
+from onefold.tier import accelerator
 from onefold.tier.host import MIB, free_host_nbytes
 from onefold.wire.ranks import local_place
 from onefold.wire.world import World, ending_process

@@ -112,7 +112,7 @@ def train(job: Job, world: World, observer: TrainObserver) -> TrainResult:
     if resumed is not None:
         observer.resumed(resumed)
     first = resumed.step if resumed else 0
-    meter = Meter(job, world, observer, first)
+    meter = StepMeter(job, world, observer, first)
     recorder = RunRecorder(job, module, first)
     with StopRequests(is_active=job.checkpoint is not None) as requests:
         for step in range(first, job.steps):
@@ -228,7 +228,7 @@ class Trainer:
         return total
 
 
-class Meter:
+class StepMeter:
     """Reports losses of all ranks, and the speed, to an observer every LOG_STEPS."""
 
     def __init__(self, job: Job, world: World, observer: TrainObserver, first: int) -> None:

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onefold import accelerator
 from onefold.errors import ConfigError
 from onefold.layout.units import repeated_blocks
 from onefold.planner.models.gpt import GPT, PRESETS, VOCAB
+from onefold.tier import accelerator
 from onefold.tier.host import no_garbage
 
 

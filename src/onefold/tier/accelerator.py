@@ -122,21 +122,21 @@ def synchronize(device: torch.device) -> None:
 # memory
 
 
-class Memory(NamedTuple):
+class DeviceMemory(NamedTuple):
     """Bytes of a device: those that this process may still take, and all."""
 
     free: int
     total: int
 
 
-def memory(device: torch.device | None = None) -> Memory:
+def memory(device: torch.device | None = None) -> DeviceMemory:
     """The memory of a device, by default of the current one.
 
     Memory that torch's allocator keeps for later is free: the next tensors are made of it.
     """
     free, total = torch.accelerator.get_memory_info(device)
     kept = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
-    return Memory(free + max(0, kept), total)
+    return DeviceMemory(free + max(0, kept), total)
 
 
 def allocated(device: torch.device) -> int:
