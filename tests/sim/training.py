@@ -1,0 +1,66 @@
+"""Training on the simulated device, to be compared with the CPU's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import onefold
+from tests.support.ranks import seeded
+from tests.support.training import Job, Result, cut
+
+
+def device() -> torch.device:
+    """This rank's device."""
+    return torch.device("sim", torch.accelerator.current_device_index())
+
+
+def train_sim(
+    rank: int,
+    job: Job,
+    world_size: int,
+    stage: int,
+    around: Callable[[nn.Module], Any] | None = None,
+) -> Result:
+    """The job on one of the ranks; `around` makes the context of a step."""
+    module = seeded(job.build)
+    optimizer = job.optimizer(module.parameters())
+    onefold.shard(module, optimizer, stage=stage, **job.options)
+    losses = []
+    for batch in job.batches:
+        with nullcontext() if around is None else around(module):
+            losses.append(step(module, optimizer, job, batch, rank, world_size))
+    with onefold.unsharded(module):
+        weights = {name: p.detach().cpu().clone() for name, p in module.named_parameters()}
+    return Result(torch.stack(losses).cpu(), weights)
+
+
+def step(
+    module: nn.Module, optimizer: Any, job: Job, batch: Any, rank: int, world_size: int
+) -> Tensor:
+    """One step; the mean loss of all ranks, on the device."""
+    total = torch.zeros((), device=device())
+    micros = cut(batch, job.accumulate)
+    for index, micro in enumerate(micros):
+        with onefold.accumulate(module) if index + 1 < len(micros) else nullcontext():
+            loss = job.loss(module, on_device(cut(micro, world_size)[rank])) / job.accumulate
+            loss.backward()
+        total += loss.detach().float()
+    if job.clip is not None:
+        torch.nn.utils.clip_grad_norm_(module.parameters(), job.clip)
+    optimizer.step()
+    optimizer.zero_grad()
+    if world_size > 1:
+        dist.all_reduce(total)
+    return total / world_size
+
+
+def on_device(batch: Any) -> Any:
+    if isinstance(batch, Tensor):
+        return batch.to(device())
+    return tuple(map(on_device, batch))
