@@ -739,6 +739,51 @@ static bool needs_meta(const c10::FunctionSchema& schema) {  // it returns somet
   for (auto& r : schema.returns()) if (!r.alias_info()) return true;
   return false;
 }
+// Shapes of results, by operation and arguments: the meta device's kernels are Python, and slow.
+static std::mutex shapes_m;
+static std::unordered_map<std::string, torch::jit::Stack> shapes;
+template <class T>
+static void spell(std::string& key, const T& value) { key.append(reinterpret_cast<const char*>(&value), sizeof(T)); }
+static bool spell_all(std::string& key, const c10::IValue& v) {  // false: no key for such a value
+  if (v.isNone() || v.isGenerator()) { key += 'n'; return true; }
+  if (v.isTensor()) {
+    const auto& t = v.toTensor();
+    if (!t.defined()) { key += 'u'; return true; }
+    key += t.unsafeGetTensorImpl()->is_wrapped_number() ? 'w' : t.is_conj() || t.is_neg() ? 'c' : 't';
+    spell(key, t.scalar_type());
+    spell(key, t.device().type());
+    spell(key, t.dim());
+    for (auto n : t.sizes()) spell(key, n);
+    for (auto n : t.strides()) spell(key, n);
+    return true;
+  }
+  if (v.isList()) {
+    key += '[';
+    for (const c10::IValue& item : v.toListRef()) if (!spell_all(key, item)) return false;
+    key += ']';
+    return true;
+  }
+  if (v.isBool()) { key += v.toBool() ? 'y' : 'f'; return true; }
+  if (v.isInt()) { key += 'i'; spell(key, v.toInt()); return true; }
+  if (v.isDouble()) { key += 'd'; spell(key, v.toDouble()); return true; }
+  if (v.isDevice()) { key += 'D'; return true; }
+  if (v.isString()) { key += 's' + v.toStringRef() + '\0'; return true; }
+  return false;
+}
+static void shape(const c10::OperatorHandle& op, const std::vector<c10::IValue>& args, torch::jit::Stack& meta) {
+  std::string key = op.schema().name() + '.' + op.schema().overload_name();
+  spell(key, at::get_default_dtype_as_scalartype());
+  bool has_key = true;
+  for (auto& a : args) has_key = has_key && spell_all(key, a);
+  if (has_key) {
+    std::lock_guard<std::mutex> g(shapes_m);
+    if (auto it = shapes.find(key); it != shapes.end()) { meta = it->second; return; }
+  }
+  op.callBoxed(&meta);
+  if (!has_key) return;
+  std::lock_guard<std::mutex> g(shapes_m);
+  shapes.emplace(std::move(key), meta);
+}
 static void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const auto& formal = schema.arguments();
@@ -752,8 +797,9 @@ static void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (needs_meta(schema)) {
     for (auto& a : args) meta.push_back(a.isGenerator() ? c10::IValue() : mapped(a, to_meta, Device(c10::kMeta)));
     auto before = meta;
-    try { op.callBoxed(&meta); } catch (const std::exception&) { run_now(op, stack, d, ranges); return; }
-    for (size_t i = 0; i < n; i++)
+    const bool resizes = schema.overload_name().find("out") != std::string::npos;
+    try { if (resizes) op.callBoxed(&meta); else shape(op, args, meta); } catch (const std::exception&) { run_now(op, stack, d, ranges); return; }
+    for (size_t i = 0; resizes && i < n; i++)
       if (writes(formal[i]) && args[i].isTensor() && args[i].toTensor().defined() && before[i].toTensor().sizes() != args[i].toTensor().sizes()) {
         args[i].toTensor().resize_(before[i].toTensor().sizes());
         ranges_of(args[i].toTensor(), true, ranges);

@@ -34,7 +34,8 @@ def load(library: Path, **options: Any) -> Any:
     if native is None:
         torch.utils.rename_privateuse1_backend(KIND)
         spec = importlib.util.spec_from_file_location("device", library)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         native = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(native)
         _register()
@@ -112,7 +113,8 @@ def check() -> None:
 def _race(first: Any, first_writes: bool, second: Any, second_writes: bool, nbytes: int) -> str:
     return (
         f"{nbytes} bytes are in a race: nothing orders\n"
-        f"  {_launch(first, first_writes)}\nand, launched later,\n  {_launch(second, second_writes)}"
+        f"  {_launch(first, first_writes)}\n"
+        f"and, launched later,\n  {_launch(second, second_writes)}"
     )
 
 

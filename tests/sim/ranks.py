@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from tests.sim import building, device
-from tests.support.forking import HANG_S, await_ended_threads
+from tests.support.forking import HANG_S
 from tests.support.ranks import HANGS_AFTER
 
 
@@ -33,16 +33,18 @@ def run_sim(
     """Call the module-level `body(rank, *args)` on ranks with a device each; results in rank order.
 
     Args:
+        args: they travel by pickle.
         backend: of the process group; None starts none.
         checks_races: raise `Race` if the device has found one, on any rank.
         options: of the device, as `configure` takes them.
     """
     library = building.built()
-    await_ended_threads()
     options.setdefault("devices", world_size)
+    # a process that is forked from this one would count devices as autograd does here: none
+    mp.set_forkserver_preload([__name__, "torch._refs", body.__module__])
     with tempfile.TemporaryDirectory() as folder:
         arguments = (world_size, folder, library, backend, checks_races, options, body, args)
-        mp.start_processes(_process, arguments, nprocs=world_size, start_method="fork")
+        mp.start_processes(_process, arguments, nprocs=world_size, start_method="forkserver")
         return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(world_size)]
 
 
@@ -67,7 +69,6 @@ def _process(
     Path(folder, str(rank)).write_bytes(pickle.dumps(result))
     if backend is not None:
         dist.barrier()
-        dist.destroy_process_group()
     faulthandler.cancel_dump_traceback_later()
     sys.stdout.flush()
     os._exit(0)  # streams are threads that do not end

@@ -1,4 +1,4 @@
-"""On the simulated device every stage computes the losses and weights of the CPU, without a race."""
+"""On the simulated device every stage computes what the CPU does, without a race."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ pytestmark = [
 ]
 
 
-def all_stages(rank, job, world_size):
-    return [train_sim(rank, job, world_size, stage) for stage in STAGES]
+def job():
+    return Job(Model, token_batches(), next_token_loss, clip=0.1)
+
+
+def all_stages(rank, world_size):
+    return [train_sim(rank, job(), world_size, stage) for stage in STAGES]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_stage_computes_what_the_cpu_does(world_size):
-    job = Job(Model, token_batches(), next_token_loss, clip=0.1)
-    ranks = run_sim(world_size, all_stages, job, world_size)
-    plain = train_plain(job)
+    ranks = run_sim(world_size, all_stages, world_size)
+    plain = train_plain(job())
     for runs in ranks:
         for run, first in zip(runs, ranks[0], strict=True):
             assert_same_bits(run, first)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import onefold
 from tests.support.ranks import seeded
@@ -30,7 +31,10 @@ def train_sim(
     """The job on one of the ranks; `around` makes the context of a step."""
     module = seeded(job.build)
     optimizer = job.optimizer(module.parameters())
-    onefold.shard(module, optimizer, stage=stage, **job.options)
+    options = dict(job.options)
+    if "mesh" in options:  # its shape
+        options["mesh"] = init_device_mesh("sim", options["mesh"], mesh_dim_names=("node", "rank"))
+    onefold.shard(module, optimizer, stage=stage, **options)
     losses = []
     for batch in job.batches:
         with nullcontext() if around is None else around(module):

@@ -1,0 +1,236 @@
+"""The laws on the simulated device: what trains on the CPU trains there alike, without a race."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import onefold
+from onefold import Offload, Wire
+from tests.sim import building
+from tests.sim.device import check
+from tests.sim.ranks import run_sim
+from tests.sim.training import device, step, train_sim
+from tests.support.models import Model, next_token_loss, token_batches
+from tests.support.ranks import seeded
+from tests.support.training import Job, Result, assert_close, assert_same_bits, run_job, train_plain
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(building.missing() is not None, reason=f"needs {building.missing()}"),
+]
+
+
+class Recomputing(Model):
+    """Blocks that keep nothing for backward."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(self.norm(x))
+
+
+class Adapted(Model):
+    """A frozen base; each block has an adapter that trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        for block in self.blocks:
+            block.down = nn.Sequential(block.down, nn.Linear(16, 2), nn.Linear(2, 16))
+            block.down[0].requires_grad_(False)
+
+
+class Compiled(Model):
+    """Blocks compiled by aot_eager."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.compile(backend="aot_eager")
+
+
+class Sparse(Model):
+    """A block that no batch uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.append(nn.Linear(16, 16))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks[:-1]:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def job(build: Callable[[], nn.Module] = Model, rows: int = 12, **changes: Any) -> Job:
+    return Job(build, token_batches(rows=rows), next_token_loss, **changes)
+
+
+def offloaded(**tiers: Any) -> Job:
+    return job(options={"offload": Offload(**tiers)})
+
+
+Cases = dict[str, tuple[Job, tuple[int, ...]]]  # a job, and the stages at which it runs
+
+
+def tiers(folder: str) -> Cases:
+    return {
+        "states stepped by the CPU": (offloaded(optimizer="cpu", step="cpu"), (1, 2, 3)),
+        "states streamed to the device": (offloaded(optimizer="cpu", step="device"), (1, 3)),
+        "half of the states": (offloaded(optimizer="cpu", fraction=0.5, step="cpu"), (2,)),
+        "in backward": (offloaded(optimizer="cpu", step_in_backward=True, step="cpu"), (3,)),
+        "weights": (offloaded(optimizer="cpu", parameters="cpu", step="cpu"), (3,)),
+        "weights, streamed": (offloaded(optimizer="cpu", parameters="cpu", step="device"), (3,)),
+        "activations": (offloaded(activations="cpu"), (1, 3)),
+        "states on disk": (offloaded(optimizer="disk", disk=folder), (2,)),
+        "all on disk": (
+            offloaded(optimizer="disk", parameters="disk", activations="disk", disk=folder),
+            (3,),
+        ),
+    }
+
+
+def orders(folder: str) -> Cases:
+    return {
+        "accumulation": (job(rows=24, accumulate=2, clip=0.1), (1, 2, 3)),
+        "recompute": (job(Recomputing), (2, 3)),
+        "unused parameters": (job(Sparse), (2, 3)),
+        "adapters": (job(Adapted), (1, 3)),
+    }
+
+
+def hops(folder: str) -> Cases:
+    mesh = {"mesh": (2, 2)}
+    twice = {**mesh, "wire": Wire(secondary="gradients")}
+    return {
+        "two hops": (job(options=mesh), (1, 3)),
+        "weights twice": (job(options={**mesh, "wire": Wire(secondary="weights")}), (3,)),
+        "replicas": (job(options={**mesh, "wire": Wire(secondary="optimizer")}), (2,)),
+        "sums of micro-batches": (job(rows=24, accumulate=2, options=twice), (3,)),
+    }
+
+
+def compiled(folder: str) -> Cases:
+    return {"aot_eager": (job(Compiled), (1, 3))}
+
+
+def in_bf16(folder: str) -> Cases:
+    half = {"precision": "bf16"}
+    weights, states = Offload(optimizer="cpu", parameters="cpu"), Offload(optimizer="cpu")
+    return {
+        "bf16": (job(clip=0.1, options=half), (0, 1, 2, 3)),
+        "recompute": (job(Recomputing, clip=0.1, options=half), (3,)),
+        "weights in CPU memory": (job(clip=0.1, options={**half, "offload": weights}), (3,)),
+        "states in CPU memory": (job(clip=0.1, options={**half, "offload": states}), (2,)),
+    }
+
+
+def wires(folder: str) -> Cases:
+    words = {
+        "int8": Wire(weights="int8", gradients="int8", feedback=True),
+        "int4+h": Wire(weights="int4+h", gradients="int4+h"),
+    }
+    return {word: (job(options={"wire": wire}), (2, 3)) for word, wire in words.items()}
+
+
+def run_cases(rank: int, table: Callable[[str], Cases], folder: str, world_size: int) -> Any:
+    """Each case at each stage, without a race."""
+    results = {}
+    for name, (work, stages) in table(folder).items():
+        for stage in stages:
+            results[name, stage] = train_sim(rank, work, world_size, stage)
+            try:
+                check()
+            except AssertionError as error:
+                error.add_note(f"{name}, stage {stage}, rank {rank} of {world_size}")
+                raise
+    return results
+
+
+@pytest.mark.parametrize(
+    ("table", "world_size"), [(tiers, 1), (tiers, 2), (orders, 3), (hops, 4), (compiled, 2)]
+)
+def test_weights_are_those_of_the_cpu(table, world_size, tmp_path):
+    ranks = run_sim(world_size, run_cases, table, str(tmp_path), world_size)
+    for name, (work, stages) in table(str(tmp_path)).items():
+        plain = train_plain(replace(work, options={}))
+        for result in (rank[name, stage] for rank in ranks for stage in stages):
+            assert_close(result, plain)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_bf16_has_the_losses_of_fp32_up_to_its_rounding(world_size):
+    wanted = train_plain(job(clip=0.1)).losses
+    for results in run_sim(world_size, run_cases, in_bf16, "", world_size):
+        for result in results.values():
+            torch.testing.assert_close(result.losses, wanted, rtol=2e-2, atol=0)
+
+
+def test_quantized_messages_train_as_on_the_cpu():
+    """Rounding differs where sums differ by a bit: losses agree to the grain of the codec."""
+    ranks = run_sim(2, run_cases, wires, "", 2)
+    for word, (work, stages) in wires("").items():
+        for stage in stages:
+            wanted = run_job(work, 2, stage)
+            for rank in ranks:
+                torch.testing.assert_close(
+                    rank[word, stage].losses, wanted.losses, rtol=5e-3, atol=0
+                )
+
+
+def save_and_resume(rank: int, folder: str) -> tuple[Result, Result]:
+    """All steps at once; and the last ones by another stage, from a checkpoint of the first."""
+    work = job()
+    whole = train_sim(rank, work, 2, 3)
+    module = seeded(work.build)
+    optimizer = work.optimizer(module.parameters())
+    onefold.shard(module, optimizer, stage=3)
+    step(module, optimizer, work, work.batches[0], rank, 2)
+    onefold.save(folder, module, optimizer)
+    again = seeded(work.build, seed=7)
+    optimizer = work.optimizer(again.parameters())
+    onefold.shard(again, optimizer, stage=1)
+    onefold.load(folder, again, optimizer)
+    losses = [step(again, optimizer, work, batch, rank, 2) for batch in work.batches[1:]]
+    with onefold.unsharded(again):
+        weights = {name: p.detach().cpu().clone() for name, p in again.named_parameters()}
+    return whole, Result(torch.stack(losses).cpu(), weights)
+
+
+def test_a_checkpoint_goes_on_at_another_stage_bit_for_bit(tmp_path):
+    for whole, resumed in run_sim(2, save_and_resume, str(tmp_path / "saved")):
+        assert_same_bits(resumed, Result(whole.losses[1:], whole.weights))
+
+
+def streamed(rank: int, tokens: Tensor, folder: Any) -> list[Tensor]:
+    """Logits of a module whose weights come from CPU memory, and from disk."""
+    found = []
+    for offload in ("cpu", f"disk:{folder}"):
+        module = seeded(partial(Model, 6)).eval()
+        budget = sum(p.nbytes for p in module.parameters()) // 2 + 20_000
+        onefold.stream(module, budget=budget, offload=offload)
+        with torch.no_grad():
+            found += [module(tokens.to(device())).cpu() for _ in range(2)]
+        del module
+        gc.collect()
+    return found
+
+
+def test_streamed_weights_give_the_logits_of_the_cpu(tmp_path):
+    tokens = token_batches()[0]
+    with torch.no_grad():
+        wanted = seeded(partial(Model, 6)).eval()(tokens)
+    (found,) = run_sim(1, streamed, tokens, str(tmp_path), backend=None)
+    for logits in found:
+        torch.testing.assert_close(logits, wanted)
