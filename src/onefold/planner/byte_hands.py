@@ -167,8 +167,9 @@ class ByteHands:
         """Slots on the device, through which states in CPU memory pass."""
         near = self._recipe.offload.parameters == "device"
         away = [unit for unit, is_away in zip(self._units, self._is_far, strict=True) if is_away]
+        is_queued = self._recipe.device_type != "cpu"
         slots = [
-            min(blocks.BLOCK_NUMEL, unit.rest_numel)
+            min(blocks.block_numel(unit.rest_numel, is_queued=is_queued), unit.rest_numel)
             * (unit.states + (0 if near else unit.weight))
             // max(1, unit.rest_numel)
             for unit in away
