@@ -32,7 +32,7 @@ from typing import NamedTuple, Protocol
 
 from onefold.layout.cut import Range, parts_of
 from onefold.layout.rows import Layout, Slot, round_up, split_at
-from onefold.layout.two_axes import NodeLayout
+from onefold.layout.two_axes import Axes, NodeLayout
 
 PACK_NBYTES = 64 * 1024
 """Regions whose pieces are smaller share one message: its copy costs less than its latency.
@@ -144,6 +144,32 @@ def node_rows(layout: Layout, node: NodeLayout) -> tuple[list[Range], list[Range
 
 Parts = list[list[Slot]]
 """The regions of each parameter in one hop: `Layout.slabs`, `NodeLayout.inside` and `between`."""
+
+
+class NodeParts(NamedTuple):
+    """The regions of each parameter in the hop inside a node, and in that between nodes.
+
+    `spans`: of each parameter, [start, stop) in the node's buffer of every region inside.
+    """
+
+    numel: int  # of this rank's share of the node's buffer
+    spans: list[list[Range]]
+    inside: Parts
+    between: Parts
+
+    @staticmethod
+    def of(slabs: Parts, axes: Axes) -> NodeParts:
+        """Cut the contiguous parts of each parameter over the ranks of nodes."""
+        node = NodeLayout.build([slab for parts in slabs for slab in parts], axes)
+        ends = list(accumulate(map(len, slabs), initial=0))
+        own = [range(*pair) for pair in pairwise(ends)]
+        inside, between = node.inside(), node.between()
+        return NodeParts(
+            node.numel,
+            [[span for index in these for span in node.spans[index]] for these in own],
+            [[part for index in these for part in inside[index]] for these in own],
+            [[part for index in these for part in between[index]] for these in own],
+        )
 
 
 def parts_of_replicas(layout: Layout, rank: int, replicas: int) -> Parts:
