@@ -217,6 +217,8 @@ class MessageRanks(Protocol):
     def rank(self) -> int: ...
     @property
     def is_nccl(self) -> bool: ...
+    @property
+    def packs(self) -> bool: ...
 
 
 class MessagePlan:
@@ -239,7 +241,7 @@ class MessagePlan:
         self.is_replicated = [slot.replicated and group.world_size > 1 for slot in slots]
         self.is_matrix = [bool(slot.fqn) and len(slot.shape) > 1 for slot in slots]
         sizes = [
-            self._size(index, slot.num_slabs, is_nccl=group.is_nccl)
+            self._size(index, slot.num_slabs, is_nccl=group.is_nccl, packs=group.packs)
             for index, slot in enumerate(slots)
         ]
         self.small, self.medium, self.large = (
@@ -264,7 +266,7 @@ class MessagePlan:
         self.identity = (name, itemsize, sum(map(sum, self.numels)))
         """Tells the message from others: the same on every rank."""
 
-    def _size(self, index: int, num_slabs: int, *, is_nccl: bool) -> Size:
+    def _size(self, index: int, num_slabs: int, *, is_nccl: bool, packs: bool) -> Size:
         """Classify a region.
 
         A region that is one of `num_slabs` is small if all of them are: an index costs 8 bytes for
@@ -274,7 +276,7 @@ class MessagePlan:
         nbytes = max(numels) * self.itemsize
         if self.is_replicated[index] or nbytes * num_slabs < PACK_NBYTES:
             return Size.SMALL
-        shares = not is_nccl and sum(numels) * self.itemsize <= SHARE_NBYTES
+        shares = packs or (not is_nccl and sum(numels) * self.itemsize <= SHARE_NBYTES)
         return Size.MEDIUM if shares or nbytes < PACK_NBYTES else Size.LARGE
 
     # elements that this rank sends

@@ -112,6 +112,7 @@ class _Group(NamedTuple):
     world_size: int
     rank: int
     is_nccl: bool
+    packs: bool = False
 
 
 def _group(recipe: Recipe, world_size: int, rank: int = 0) -> _Group:
