@@ -66,13 +66,16 @@ class Candidate:
         Nodes are an axis of the mesh where the wire asks for them.
         """
         if recipe.world_size == 1:
-            return replace(recipe, wire=Wire(), has_axes=False)
+            return replace(recipe, wire=Wire(), has_axes=False, has_hosts=False)
         near = recipe.local_world_size
         has_axes = 1 < near < recipe.world_size and not self.wire.is_plain
         wire = resolve_wire(
             self.wire, recipe.stage, recipe.offload, has_axes=has_axes, adapts=self.adapts
         )
-        return replace(recipe, wire=wire, has_axes=has_axes and recipe.is_sharded)
+        is_even = 1 < near < recipe.world_size and recipe.world_size % near == 0
+        has_hosts = is_even and recipe.device_type != "cpu" and self.wire.is_plain
+        has_axes &= recipe.is_sharded
+        return replace(recipe, wire=wire, has_axes=has_axes, has_hosts=has_hosts)
 
 
 EXACT_WIRE = Candidate(EXACT, Wire())
@@ -213,6 +216,8 @@ class Search:
             except ConfigError as error:
                 refused = refused or error
                 continue
+            if self.axes.are_used or len(self.kinds) > 1:  # the mesh is not the launcher's hosts
+                recipe = replace(recipe, has_hosts=False)
             if recipe not in tried:
                 tried[recipe] = self._row(wire, recipe, offload, rows)
         if refused is not None and not tried:

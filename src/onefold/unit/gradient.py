@@ -310,13 +310,12 @@ class UnitGradient:
             mean = landed.mean or self.mean_rows(parameters)
             shown = [p in self.shown for p in parameters]
             following = reduction.follow(landed.which, users, shown, mean)
-        is_sharded = self._spec.context.is_sharded  # then other nodes may have used more
-        show = partial(self._show_users, parameters, None if is_sharded else users)
+        show = partial(self._show_users, parameters, users)
         self._following = (following or DONE).then(show)
 
-    def _show_users(self, parameters: list[UnitParameter], users: list[bool] | None) -> None:
-        """Show the mean of parameters that some rank used; None: read the last hop's counts."""
-        known = self.reduction.users([False]) if users is None else users
+    def _show_users(self, parameters: list[UnitParameter], users: list[bool]) -> None:
+        """Show the mean of parameters that some rank used."""
+        known = users if self.reduction.sees_all else self.reduction.users(users)
         used = [p for p, is_used in zip(parameters, known, strict=True) if is_used]
         self.is_unused = not used
         self.show_all(used)
