@@ -268,3 +268,38 @@ def test_a_rank_without_rows_of_a_parameter_counts_its_steps_as_the_others(offlo
         return own, [float(optimizer.state[p]["step"]) for p in module.parameters()]
 
     assert run_ranks(3, body) == [([3.0] * 4, [3.0] * 4)] * 3
+
+
+class TwoDtypes(nn.Module):
+    """One row in each of two dtypes: of three ranks, two have none."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Parameter(torch.ones(1))
+        self.two = nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+    def forward(self, x):
+        return x * self.one * self.two
+
+
+def test_loaded_states_of_ranks_without_rows_have_the_dtype_of_their_parameter(tmp_path):
+    def body(rank):
+        module = TwoDtypes()
+        optimizer = ADAMW(module.parameters(), foreach=False)
+        onefold.shard(module, optimizer, stage=2)
+        ends = []
+        for _ in range(2):
+            module(torch.ones(1)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ends.append(weights_of(module))
+            if len(ends) == 1:
+                onefold.save(tmp_path / "saved", module, optimizer)
+        onefold.load(tmp_path / "saved", module, optimizer)
+        module(torch.ones(1)).sum().backward()
+        optimizer.step()
+        assert all(map(torch.equal, weights_of(module), ends[1]))
+        for parameter, state in optimizer.state.items():
+            assert state["exp_avg"].dtype == parameter.dtype
+
+    run_ranks(3, body)
