@@ -303,3 +303,32 @@ def test_loaded_states_of_ranks_without_rows_have_the_dtype_of_their_parameter(t
             assert state["exp_avg"].dtype == parameter.dtype
 
     run_ranks(3, body)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 3), (3, 1)])
+def test_lbfgs_resumes_with_its_history_on_any_number_of_ranks(before, after, tmp_path):
+    rows = torch.randn(12, 6, generator=torch.Generator().manual_seed(1)).double()
+
+    def run(rank, world_size, loads):
+        module = seeded(build).double()
+        optimizer = torch.optim.LBFGS(module.parameters(), lr=0.1, max_iter=3)
+        onefold.shard(module, optimizer, stage=0)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = (module(rows.chunk(world_size)[rank]) - 1).pow(2).mean()
+            loss.backward()
+            return loss
+
+        if loads:
+            onefold.load(tmp_path / "saved", module, optimizer)
+        for number in range(2 if loads else 4):
+            if not loads and number == 2:
+                onefold.save(tmp_path / "saved", module, optimizer)
+            optimizer.step(closure)
+        assert len(next(iter(optimizer.state.values()))["old_dirs"]) > 4
+        return weights_of(module)
+
+    wanted = run_ranks(before, run, before, False)[0]
+    for ours, theirs in zip(run_ranks(after, run, after, True)[0], wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
