@@ -44,9 +44,11 @@ def fit(
         "save_strategy": "steps" if resumes else "no", "save_steps": max(1, steps // 2),
         "eval_strategy": "epoch" if evaluates else "no", "dataloader_pin_memory": False, **changes,
     }  # fmt: skip
+    forget_trainers()
     trainer = a_trainer(p, rows, changes, mixes)
     trainer.train()
     if resumes:
+        forget_trainers()
         with BUILDING:
             torch.manual_seed(p.leg)
             p.model = p.program.build().to(p.program.dtype)
@@ -56,18 +58,24 @@ def fit(
         for name in ("loss", "grad_norm", "learning_rate", "eval_loss"):
             if name in entry:
                 p.note(name, torch.tensor(float(entry[name]), dtype=torch.float64))
+    forget_trainers()
+
+
+def forget_trainers() -> None:
+    """Let the next Trainer begin as in a process that has built none."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
 
 
 def a_trainer(
     p: Process, rows: list[dict[str, Tensor]], changes: dict[str, Any], mixes: bool
 ) -> Any:
-    """A Trainer of the process's module, as in a process that has built none before."""
+    """A Trainer of the process's module."""
     import transformers
-    from accelerate.state import AcceleratorState, GradientState, PartialState
 
     transformers.utils.logging.set_verbosity_error()
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
 
     def compute_loss(self, model, inputs, return_outputs=False, **_):  # type: ignore[no-untyped-def]
         out = model(inputs["x"])
