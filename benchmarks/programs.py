@@ -2,10 +2,12 @@
 
     python benchmarks/programs.py --seeds 0:3000                 ranks are threads
     python benchmarks/programs.py --seeds 0:300 --processes      ranks are gloo processes
+    python benchmarks/programs.py --seeds 0:100 --trainer        they train with a Trainer
     python benchmarks/programs.py --seeds 17:18 --show           print the program as a script
 
 Seeds run in forked processes with a time limit, so a hang and an abort are verdicts. For each
-defect the smallest program with the same verdict is written to `--keep`, as a script.
+defect the smallest program with the same verdict is written to `--keep`, as a script. With
+`--record` the verdicts of each run are added to a file in `results`.
 """
 
 from __future__ import annotations
@@ -29,15 +31,16 @@ os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")  # as in tests/conftest.py
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+from contest.results import RESULTS, provenance
 
-from tests.support.programs.drawing import Drawn, draw
+from tests.support.programs.drawing import Drawn, draw, draw_trainer
 from tests.support.programs.gloo import run_gloo_ranks
 from tests.support.programs.judging import Judge, Verdict, judge_seed
 from tests.support.programs.shrinking import shrink
 from tests.support.ranks import run_ranks
 
 Job = Callable[[], Any]
-CHUNK = 25
+CHUNK = 50
 
 
 def forked(jobs: list[Job], limit_s: float) -> Iterator[Any]:
@@ -94,9 +97,25 @@ def run_jobs(jobs: list[Job], write: int) -> None:
     os._exit(0)
 
 
-def judged(seed: int, judge: Judge) -> tuple[int, dict[str, str]]:
-    drawn, verdict = judge_seed(seed, judge)
+def judged(seed: int, judge: Judge, draws: Callable[[int], Drawn]) -> tuple[int, dict[str, str]]:
+    drawn, verdict = judge_seed(seed, judge, draws)
     return drawn.seed, asdict(verdict)
+
+
+def record(path: Path, seeds: str, kinds: Counter[str], used: Counter[str]) -> None:
+    """Add the verdicts of a run, and what its programs used, to a file of results."""
+    runs = json.loads(path.read_text())["runs"] if path.exists() else []
+    about = provenance()
+    new = {"seeds": seeds, "verdicts": dict(kinds), "used": dict(sorted(used.items()))}
+    runs.append({"date": about.pop("date"), "commit": about.pop("commit"), **new})
+    path.write_text(json.dumps({**about, "runs": runs}, indent=1) + "\n")
+
+
+def uses(drawn: Drawn) -> set[str]:
+    """Names of the options that a program chooses, and its dtype and ranks."""
+    options = {name for leg in drawn.legs for name, _ in leg.options} - {"stage"}
+    stages = {f"stage {dict(leg.options)['stage']}" for leg in drawn.legs}
+    return options | stages | {drawn.dtype} | {f"{leg.world_size} ranks" for leg in drawn.legs}
 
 
 def verdict_of(answer: Any, seed: int) -> tuple[int, Verdict]:
@@ -116,8 +135,7 @@ def shrunk(drawn: Drawn, verdict: Verdict, judge: Judge, limit_s: float) -> Draw
     return shrink(drawn, same)
 
 
-def main() -> int:
-    """Run seeds; exit 1 if a program was silently wrong, raw, hung or ended its process."""
+def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--seeds", default="0:300", help="FROM:TO")
     parser.add_argument("--processes", action="store_true", help="ranks are gloo processes")
@@ -125,26 +143,38 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, default=Path("programs"), help="folder of scripts")
     parser.add_argument("--show", action="store_true", help="print the programs and run none")
     parser.add_argument("--no-shrink", dest="shrinks", action="store_false")
-    arguments = parser.parse_args()
+    parser.add_argument(
+        "--trainer", action="store_true", help="train with a Trainer of Hugging Face"
+    )
+    parser.add_argument("--record", default="", help="name of a file in results")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Run seeds; exit 1 if a program was silently wrong, raw, hung or ended its process."""
+    arguments = read_arguments()
     first, end = map(int, arguments.seeds.split(":"))
+    draws = draw_trainer if arguments.trainer else draw
     if arguments.show:
-        print("\n\n".join(draw(seed).script() for seed in range(first, end)))
+        print("\n\n".join(draws(seed).script() for seed in range(first, end)))
         return 0
-    judge = Judge(run_gloo_ranks if arguments.processes else run_ranks)
+    judge = Judge(run_gloo_ranks if arguments.processes or arguments.trainer else run_ranks)
     kinds: Counter[str] = Counter()
+    used: Counter[str] = Counter()
     refusals: Counter[str] = Counter()
     for start in range(first, end, CHUNK):
         seeds = range(start, min(start + CHUNK, end))
-        jobs = [partial(judged, seed, judge) for seed in seeds]
+        jobs = [partial(judged, seed, judge, draws) for seed in seeds]
         for seed, answer in zip(seeds, forked(jobs, arguments.limit), strict=True):
             drawn_seed, verdict = verdict_of(answer, seed)
             kinds[verdict.kind] += 1
+            used.update(uses(draws(drawn_seed)))
             if verdict.kind == "refused":
                 refusals[verdict.key] += 1
             if not verdict.is_defect:
                 continue
             print(f"seed {seed} ({drawn_seed}): {verdict.kind}\n{verdict.text}", flush=True)
-            drawn = draw(drawn_seed)
+            drawn = draws(drawn_seed)
             if arguments.shrinks:
                 drawn = shrunk(drawn, verdict, judge, arguments.limit)
             arguments.keep.mkdir(exist_ok=True)
@@ -154,6 +184,8 @@ def main() -> int:
         print(f"up to {seeds.stop}: {dict(kinds)}", file=sys.stderr, flush=True)
     for text, count in refusals.most_common():
         print(f"{count:5} {text}")
+    if arguments.record:
+        record(RESULTS / arguments.record, arguments.seeds, kinds, used)
     total = sum(kinds.values())
     print(", ".join(f"{count} {kind}" for kind, count in kinds.most_common()), f"of {total}")
     return 1 if set(kinds) - {"right", "refused", "redrawn"} else 0

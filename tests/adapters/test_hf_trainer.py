@@ -26,6 +26,9 @@ from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, Trai
 import onefold
 import onefold.hf
 from tests.adapters.test_huggingface import gpt2, t5
+from tests.support.programs.drawing import draw_trainer
+from tests.support.programs.gloo import run_gloo_ranks
+from tests.support.programs.judging import Judge, Verdict
 from tests.support.ranks import seeded
 from tests.support.trainers import arguments, llama, logs, on_ranks, rows, trainer_of, weights
 from tests.support.zoo import STAGES_AT
@@ -503,3 +506,10 @@ def test_a_trainer_tells_its_callbacks_all_that_the_callback_reads():
     assert "model=self.model" in told
     assert "optimizer=self.optimizer" in told
     assert "on_init_end" in inspect.getsource(Trainer.__init__)
+
+
+def test_a_drawn_program_trains_and_resumes_from_disk_as_a_plain_trainer():
+    """Three ranks at stage 2; `benchmarks/programs.py --trainer` runs others."""
+    drawn = draw_trainer(23)
+    assert "resumes=True, mixes=True" in drawn.legs[0].operations[0]
+    assert Judge(run_gloo_ranks).judge(drawn) == Verdict("right")

@@ -268,3 +268,67 @@ def test_a_rank_without_rows_of_a_parameter_counts_its_steps_as_the_others(offlo
         return own, [float(optimizer.state[p]["step"]) for p in module.parameters()]
 
     assert run_ranks(3, body) == [([3.0] * 4, [3.0] * 4)] * 3
+
+
+class TwoDtypes(nn.Module):
+    """One row in each of two dtypes: of three ranks, two have none."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Parameter(torch.ones(1))
+        self.two = nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+    def forward(self, x):
+        return x * self.one * self.two
+
+
+def test_loaded_states_of_ranks_without_rows_have_the_dtype_of_their_parameter(tmp_path):
+    def body(rank):
+        module = TwoDtypes()
+        optimizer = ADAMW(module.parameters(), foreach=False)
+        onefold.shard(module, optimizer, stage=2)
+        ends = []
+        for _ in range(2):
+            module(torch.ones(1)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ends.append(weights_of(module))
+            if len(ends) == 1:
+                onefold.save(tmp_path / "saved", module, optimizer)
+        onefold.load(tmp_path / "saved", module, optimizer)
+        module(torch.ones(1)).sum().backward()
+        optimizer.step()
+        assert all(map(torch.equal, weights_of(module), ends[1]))
+        for parameter, state in optimizer.state.items():
+            assert state["exp_avg"].dtype == parameter.dtype
+
+    run_ranks(3, body)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 3), (3, 1)])
+def test_lbfgs_resumes_with_its_history_on_any_number_of_ranks(before, after, tmp_path):
+    rows = torch.randn(12, 6, generator=torch.Generator().manual_seed(1)).double()
+
+    def run(rank, world_size, loads):
+        module = seeded(build).double()
+        optimizer = torch.optim.LBFGS(module.parameters(), lr=0.1, max_iter=3)
+        onefold.shard(module, optimizer, stage=0)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = (module(rows.chunk(world_size)[rank]) - 1).pow(2).mean()
+            loss.backward()
+            return loss
+
+        if loads:
+            onefold.load(tmp_path / "saved", module, optimizer)
+        for number in range(2 if loads else 4):
+            if not loads and number == 2:
+                onefold.save(tmp_path / "saved", module, optimizer)
+            optimizer.step(closure)
+        assert len(next(iter(optimizer.state.values()))["old_dirs"]) > 4
+        return weights_of(module)
+
+    wanted = run_ranks(before, run, before, False)[0]
+    for ours, theirs in zip(run_ranks(after, run, after, True)[0], wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)

@@ -14,7 +14,7 @@ import pytest
 
 from onefold.errors import ConfigError, WireError
 from tests.support.forking import HANG_S
-from tests.support.programs.drawing import Drawn, DrawnLeg, draw
+from tests.support.programs.drawing import Drawn, DrawnLeg, draw, draw_trainer
 from tests.support.programs.judging import Judge, Verdict, judge_seed, of_exception
 from tests.support.programs.shrinking import shrink
 from tests.support.ranks import run_ranks
@@ -45,6 +45,15 @@ def test_a_seed_is_the_same_program_every_time_and_seeds_cover_worlds_and_stages
     assert {"stream", "islands", "tp", "wire", "offload", "shares", "units", "precision"} <= {
         name for leg in legs for name, _ in leg.options
     }
+
+
+def test_trainer_programs_meet_every_stage_and_resume_with_both_classes():
+    drawn = [draw_trainer(seed) for seed in range(60)]
+    legs = [leg for program in drawn for leg in program.legs]
+    assert {dict(leg.options)["stage"] for leg in legs} == {"0", "1", "2", "3"}
+    assert {leg.world_size for leg in legs} == {1, 2, 3, 4}
+    calls = [leg.operations[0] for leg in legs if "resumes=True" in leg.operations[0]]
+    assert {"mixes=True" in call for call in calls} == {True, False}
 
 
 def test_a_wrong_value_is_seen_on_one_rank_and_on_all():

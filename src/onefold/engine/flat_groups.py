@@ -267,7 +267,8 @@ class FlatStep:
             joined = flat.part(unit.moments[name].tensor.data)
         else:
             storage = first.untyped_storage().data_ptr()
-            own = [t for t in self._own if t.untyped_storage().data_ptr() == storage]
+            # empty storages of all dtypes begin at address 0
+            own = [t for t in self._own if t.untyped_storage().data_ptr() == storage != 0]
             joined = flat.part(own[0]) if own else first.new_empty(0)
             if len(joined) < flat.tensor.numel():
                 joined = torch.zeros(flat.tensor.numel(), dtype=first.dtype, device=first.device)

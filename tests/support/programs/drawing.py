@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
-from tests.support.programs import blocks, edits, frame, operations, optimizers
+from tests.support.programs import blocks, edits, frame, operations, optimizers, trainer
 from tests.support.programs.catalogue import (
     BLOCKS,
     GROUPS,
@@ -32,7 +32,7 @@ from tests.support.programs.catalogue import (
     WRAPPERS,
 )
 
-SOURCES: Sequence[ModuleType] = (blocks, operations, edits, optimizers)
+SOURCES: Sequence[ModuleType] = (blocks, operations, edits, optimizers, trainer)
 """Files whose classes and functions a printed script takes over."""
 
 WHOLE_COPIES = ("Coupled", "torch.optim.LBFGS")
@@ -121,7 +121,7 @@ class Drawn:
         """A script that runs by itself: `python script.py` starts its ranks as gloo processes."""
         head, _, body = inspect.getsource(frame).partition("import sys\n")
         more = (
-            "import torch.distributed.checkpoint.state_dict as dcp_state\n"
+            "import os\nimport torch.distributed.checkpoint.state_dict as dcp_state\n"
             "from contextlib import suppress\nfrom torch.nn import functional as F\n"
             "from torch.utils.checkpoint import checkpoint\n\nMake = Callable\n\n\n"
         )
@@ -205,6 +205,27 @@ def draw_other(r: random.Random, seed: int, kind: str, chosen: tuple[str, ...]) 
     return Drawn(seed, chosen, (leg,), optimizer)
 
 
+def draw_trainer(seed: int) -> Drawn:
+    """A program that trains with a `Trainer`, on ranks that are processes."""
+    r = random.Random(seed)
+    stage, world = r.choice((0, 1, 2, 3, 3)), draw_world(r)
+    options = {"stage": str(stage), "trainer": "{}"}
+    if stage and r.random() < 0.4:
+        options["offload"] = r.choice([o for o, least in OFFLOADS if stage >= least])
+    if r.random() < 0.2:
+        options["units"] = r.choice(UNITS)
+    call = trainer.draw_fit(r)
+    if "adafactor" in call:
+        options.pop("offload", "")
+    calls = (
+        call,
+        f"read_weights(p, {r.choice(('full_tensor', 'unsharded', 'full_state_dict'))!r})",
+    )
+    chosen = tuple(r.choice(trainer.TRAINED) for _ in range(r.randint(1, 4)))
+    leg = DrawnLeg(world, tuple(options.items()), calls)
+    return Drawn(seed, chosen, (leg,), dtype=r.choices(("float32", "float64"), (3, 1))[0])
+
+
 def draw_world(r: random.Random) -> int:
     return r.choices((1, 2, 3, 4), (3, 6, 5, 1))[0]
 
@@ -246,6 +267,9 @@ def draw_leg(r: random.Random, world: int, optimizer: str) -> DrawnLeg:
     calls.append("read_states(p)" if r.random() < 0.4 else "read_shapes(p)")
     how = ("full_tensor", "unsharded", "full_state_dict", "state_dict", "torch")
     calls.append(f"read_weights(p, {r.choice(how)!r})")
+    if "frozen=" in options.get("precision", ""):  # such weights rest as bytes
+        calls = [call for call in calls if not call.startswith(("read_shapes", "read_weights"))]
+        calls.append("read_weights(p, 'unsharded')")
     return DrawnLeg(world, tuple(options.items()), tuple(calls))
 
 

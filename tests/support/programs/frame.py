@@ -128,8 +128,9 @@ class Process:
         parameters = self.parameters
         for operation in self.program.legs[leg].operations:
             operation(self)
-        is_streamed = "stream" in self.program.legs[leg].options  # it may keep weights whole
-        now = parameters if is_streamed else self.parameters
+        # a stream may keep weights whole, a Trainer may build the module anew
+        changes = {"stream", "trainer"} & self.program.legs[leg].options.keys()
+        now = parameters if changes else self.parameters
         if any(a is not b for a, b in zip(parameters, now, strict=True)):
             raise RuntimeError("a parameter was replaced")  # as torch does for a tied module
         if leg + 1 < len(self.program.legs):
@@ -160,6 +161,8 @@ class Process:
 
     def _shard(self, options: dict[str, Any]) -> None:
         options = dict(options)
+        if "trainer" in options:  # it shards the module itself
+            return
         if "stream" in options:
             onefold.stream(self.model, **self._in_folder(options["stream"]))
             return

@@ -177,7 +177,7 @@ def has_own_bits(leg: DrawnLeg) -> bool:
     sums = any(word in call for call in leg.operations for word in SUMS)
     offload = options.get("offload", "")  # gradients are freed, or products are summed in tiles
     differs = "step_in_backward" in offload or "tile" in offload
-    differs = differs or bool({"nodes", "islands", "tp", "stream"} & options.keys())
+    differs = differs or bool({"nodes", "islands", "tp", "stream", "trainer"} & options.keys())
     differs = differs or any("by_layers" in call for call in leg.operations)  # with tied weights
     return leg.is_lossy or differs or (options["stage"] in "01" and sums)
 
@@ -193,10 +193,12 @@ def other_options(leg: DrawnLeg) -> tuple[tuple[str, str], ...]:
     return tuple({"stage": "2" if options["stage"] == "3" else "3", **same}.items())
 
 
-def judge_seed(seed: int, judge: Judge) -> tuple[Drawn, Verdict]:
+def judge_seed(
+    seed: int, judge: Judge, draws: Callable[[int], Drawn] = draw
+) -> tuple[Drawn, Verdict]:
     """Draw by a seed until plain torch can run the program, and judge it."""
     for attempt in range(20):
-        drawn = draw(seed + attempt * 1_000_003)
+        drawn = draws(seed + attempt * 1_000_003)
         verdict = judge.judge(drawn, compares=seed % 2 == 0)
         if verdict.kind != "redrawn":
             return drawn, verdict
