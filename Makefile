@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # compiled while the package is installed, where there is a C compiler
 KERNELS := $(wildcard src/onefold/wire/kernels/*.[ch]) src/onefold/wire/kernels/compiling.py
 
-.PHONY: train big cluster test quick full check docs package again format bench clean
+.PHONY: train big cluster test again quick full test-torch check docs package format bench clean
 
 train: $(VENV)/train.done
 	$(BIN)/onefold train
@@ -43,6 +43,17 @@ quick: $(VENV)/dev.done
 # every case of the large grids, before a release
 full: $(VENV)/dev.done
 	$(BIN)/python -m pytest --numprocesses 4 --dist worksteal --grid full
+
+# the laws on another torch and Python: make test-torch TORCH=2.15.0 PYTHON=python3.12
+# it downloads gigabytes: outside of the CPU builds torch comes with CUDA
+TORCH ?= 2.15.0
+OTHER := build/torch-$(TORCH)-$(notdir $(PYTHON))
+test-torch:
+	$(PYTHON) -m venv $(OTHER)
+	grep -v '^torch==' constraints.txt > $(OTHER)/constraints.txt
+	$(OTHER)/bin/python -m pip install --quiet --constraint $(OTHER)/constraints.txt torch==$(TORCH)
+	$(OTHER)/bin/python -m pip install --quiet --constraint $(OTHER)/constraints.txt --editable '.[dev,hf]'
+	$(OTHER)/bin/python -m pytest --numprocesses 2 --dist worksteal -m "not process" tests/laws
 
 check: $(VENV)/dev.done
 	$(BIN)/ruff format --check .

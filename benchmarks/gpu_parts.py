@@ -30,10 +30,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import onefold
-from onefold import accelerator
 from onefold.compose.routes import Links
 from onefold.layout.ledger import Ledger
 from onefold.layout.rows import Layout
+from onefold.tier import accelerator
 from onefold.wire import fused
 from onefold.wire.codec import codec_of
 from onefold.wire.collectives import Group

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+import onefold
 from onefold.adapters import versions
+from onefold.errors import ConfigError
 
 
 @pytest.mark.parametrize("package", versions.TESTED)
@@ -60,6 +62,26 @@ def test_a_package_that_is_not_installed_is_passed_over(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         versions.warn_if_untested("no-such-package")
+
+
+@pytest.mark.parametrize(
+    ("found", "got"),
+    [("2.12.1", "refused"), ("2.13.0+cpu", ""), ("2.15.0", ""), ("2.16.0", "warned")],
+)
+def test_an_old_torch_is_refused_by_name_and_a_new_one_warned_of(monkeypatch, found, got):
+    monkeypatch.setattr(versions, "version", lambda package: found)
+    versions.check_torch.cache_clear()
+    versions._warn_once.cache_clear()
+    if got == "refused":
+        with pytest.raises(ConfigError, match=r"expected torch 2\.13 or newer, got torch 2\.12\.1"):
+            _ = onefold.shard
+    elif got == "warned":
+        with pytest.warns(UserWarning, match=r"tested with torch from 2\.13 up to"):
+            _ = onefold.shard
+    else:
+        _ = onefold.shard
+    versions.check_torch.cache_clear()
+    versions._warn_once.cache_clear()
 
 
 # names of other libraries that are no public interface

@@ -16,10 +16,11 @@ import onefold
 from onefold.errors import StateError
 from onefold.layout.ledger import Usage
 from onefold.layout.observer import Stream
-from onefold.recording.page import chrome_trace, rows
-from onefold.recording.recorder import allocator_probe
-from onefold.recording.run_report import RunReport
-from onefold.recording.step_record import TORCH, StepRecord, union
+from onefold.recording.allocator import allocator_probe
+from onefold.recording.page import chrome_trace
+from onefold.recording.page_data import grouped_modules, rows
+from onefold.recording.run_report import RankLine, RunReport
+from onefold.recording.step_record import TORCH, StepRecord, idle_seconds, union
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import run_ranks, seeded
 
@@ -190,6 +191,45 @@ def test_activations_that_torch_keeps_are_counted_to_a_few_kilobytes():
     # x and two results of exp, which are kept for both products as well
     assert 3 * 4 * numel <= max(held) <= 3 * 4 * numel + 65536
     assert held[-1] < 65536
+    kept = record.modules  # a module has its result; x was there before
+    assert all(4 * numel <= kept[name] <= 4 * numel + 65536 for name in ("0", "1"))
+    assert kept[""] < 65536
+
+
+def test_modules_whose_forward_is_repeated_have_what_remains_of_it_once():
+    if allocator_probe(torch.device("cpu")) is None:
+        pytest.skip("this system's malloc does not tell what it has handed out")
+
+    class Repeats(nn.Sequential):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    numel = 1 << 20
+    model = nn.Sequential(Repeats(Keeps(), Keeps(), Keeps()), Keeps())
+    module = onefold.shard(model, stage=3)
+    hooks = [len(part._forward_hooks) for part in module.modules()]
+    gc.collect()
+    with onefold.record(module) as recording:
+        module(torch.ones(numel)).sum().backward()
+    kept = recording.step.modules
+    inside = sum(nbytes for name, nbytes in kept.items() if name.startswith("0"))
+    assert 4 * numel <= inside <= 4 * numel + 131072  # its input of 4 numel bytes is not new
+    assert [len(part._forward_hooks) for part in module.modules()] == hooks
+
+
+def test_names_that_differ_in_numbers_are_one_row_largest_first():
+    named = {"h.0.mlp": 3, "h.11.mlp": 4, "h.0.fc1": 9, "2": 1, "": 2, "gone": 0}
+    assert grouped_modules(named) == [
+        ["h.*.fc1", 1, 9], ["h.*.mlp", 2, 7], ["the model itself", 1, 2], ["*", 1, 1],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_busy_waiting_and_idle_seconds_are_the_step(stage):
+    for record, _ in recorded(3, stage):
+        line, idle = RankLine.of(record), idle_seconds(record)
+        assert line.compute_s + line.wait_s + sum(idle.values()) == pytest.approx(record.seconds)
+        assert {"in forward", "forward to backward"} <= set(idle)
 
 
 def test_nothing_is_watched_outside_the_block_and_one_recording_runs_at_a_time():

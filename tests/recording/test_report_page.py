@@ -17,7 +17,8 @@ import torch
 
 import onefold
 from onefold.errors import ConfigError
-from onefold.recording.page import MAX_COLUMNS, MAX_POINTS, averaged, contents, page, read, write
+from onefold.recording.page import page, read, write
+from onefold.recording.page_data import MAX_COLUMNS, MAX_POINTS, averaged, contents, other_of
 from onefold.recording.run_report import PlanLines, RankLine, RunReport, Training
 from onefold.recording.step_record import KINDS, TORCH, VERBS, Change
 from onefold.text import format_bytes, format_share
@@ -26,6 +27,9 @@ from tests.support.commands import onefold as command
 from tests.support.forking import HANG_S
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import run_ranks, seeded
+
+SLOWER = 4
+"""Machines of tests do other work as well; alone a page opens in a fraction of this."""
 
 pytestmark = pytest.mark.timeout(120)
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -299,7 +303,7 @@ def test_stacked_layers_sum_to_what_is_held_at_every_moment(build):
     report = build()
     record = report.step
     memory = record.memory
-    stacks = contents(report)["memory"]
+    stacks = contents(report)["views"][0]["memory"]
     tiers = {series.tier for series in record.series}
     assert {stack["tier"] for stack in stacks} == tiers
     for stack in stacks:
@@ -325,11 +329,12 @@ def test_tables_have_the_numbers_of_the_report(tmp_path):
     assert time["optimizer step"][:2] == ["1", "8.00 ms"]
     sent = table_of(root, "sent")
     assert sent["weights (gather)"][:2] == ["8", "4.00 MiB"]
+    assert time["all together"] == ["6.80 ms", "6.8 %"]
     assert sent["all collectives"][:2] == ["13", "12.0 MiB"]
     assert table_of(root, "ranks")["rank 1"][0] == "101 ms"
-    assert table_of(root, "ranks")["rank 1"][5] == "3.00 GiB"
+    assert table_of(root, "ranks")["rank 1"][6] == "3.00 GiB"
     plan = table_of(root, "plan")
-    assert plan["tomorrow"] == ["1 bytes", "0 bytes"]
+    assert plan["tomorrow"] == ["1 B", "0 B"]
     assert plan["all kinds, at the peak"] == ["40.0 MiB", "56.0 MiB"]
     assert table_of(root, "units")[made_up.AWKWARD][:3] == ["2", "786 k", "3.00 MiB"]
     facts = {node.text for node in root.iter("dt")}
@@ -342,7 +347,7 @@ def test_tables_have_the_numbers_of_the_report(tmp_path):
 
 
 def test_times_of_the_step_are_summed_over_all_spans():
-    times = {tuple(each[:2]): each[2:] for each in contents(made_up.report())["times"]}
+    times = {tuple(each[:2]): each[2:] for each in contents(made_up.report())["views"][0]["times"]}
     assert times["gather", "gather"] == pytest.approx((4, 0.034, 4 * made_up.MIB))
     assert times["step", "background"] == pytest.approx((4, 0.032, 0))
     assert times["step", "phase"] == pytest.approx((1, 0.008, 0))
@@ -356,6 +361,9 @@ def test_sections_without_content_are_left_out(tmp_path):
     bare = ids(REPORTS["with no more than a step"](), "bare")
     whole = ids(made_up.report(plan=made_up.plan()), "whole")
     assert whole == bare | {"training", "plan", "units", "facts"}
+    modules = replace(made_up.record(), modules={"blocks.0.up": 5, "blocks.1.up": 7, "head": 1})
+    root = drawn(RunReport.of([modules], about={}), tmp_path / "modules")
+    assert table_of(root, "activations")["blocks.*.up"] == ["2", "12 B", ""]
 
 
 def test_a_thousand_times_as_many_moments_draw_no_more_columns_and_keep_the_peak():
@@ -363,7 +371,7 @@ def test_a_thousand_times_as_many_moments_draw_no_more_columns_and_keep_the_peak
     many = [Change(own.seconds * n / 50_000, n % 3, (n * 7919) % 100_003) for n in range(50_000)]
     record = replace(own, changes=tuple(many))
     report = made_up.report(step=record)
-    (stack,) = contents(report)["memory"]
+    (stack,) = contents(report)["views"][0]["memory"]
     assert len(stack["times"]) <= MAX_COLUMNS + 1
     assert max(map(sum, zip(*stack["layers"], strict=True))) == record.peaks["device"]
     assert stack["peaks"] == [max(record.memory.nbytes[i]) for i in range(3)]
@@ -433,6 +441,7 @@ def test_report_draws_the_page_again_and_prints_a_summary(tmp_path):
     assert (tmp_path / "index.html").read_text() == drawn
     assert "rank 1" in done.stdout
     assert "peak on disk" in done.stdout
+    assert command("report", str(tmp_path), str(tmp_path / "none")).returncode == 2
     told = json.loads(command("report", str(tmp_path), "--json").stdout)
     assert told["page"] == str(tmp_path / "index.html")
     assert told["sent"]["gather"] == {"calls": 8, "nbytes": 4 * made_up.MIB}
@@ -512,6 +521,12 @@ def test_train_writes_the_three_files_of_its_two_ranks(tmp_path):
     assert sorted(p.name for p in folder.iterdir()) == ["index.html", "report.json", "trace.json"]
     report = read(folder)
     assert report.recorded == 3
+    assert [(other.recorded, other.line.rank) for other in report.others] == [
+        (3, 1),
+        (4, 0),
+        (4, 1),
+    ]
+    assert len(report.training.peaks if report.training else ()) == 4
     assert [line.rank for line in report.ranks] == [0, 1]
     assert report.training is not None
     assert len(report.training.losses) == len(report.training.seconds) == 4
@@ -519,6 +534,25 @@ def test_train_writes_the_three_files_of_its_two_ranks(tmp_path):
     trace = json.loads((folder / "trace.json").read_text())
     assert {event["pid"] for event in trace["traceEvents"]} == {0, 1}
     assert page(report) == (folder / "index.html").read_text()
+
+
+def test_two_runs_of_one_model_are_compared_and_two_models_refused(tmp_path):
+    first, units = made_up.report(), made_up.report().units
+    second = made_up.report(step=replace(first.step, seconds=0.2), about={"model": "blocks"})
+    second = replace(second, ranks=tuple(replace(line, seconds=0.2) for line in second.ranks))
+    other = made_up.report(units=(*units, *units))
+    for name, report in (("a", first), ("b", second), ("c", other)):
+        write(tmp_path / name, report, [report.step])
+    done = command("report", str(tmp_path / "a"), str(tmp_path / "b"))
+    assert (done.returncode, done.stderr) == (0, "")
+    (row,) = [line for line in done.stdout.splitlines() if line.startswith("recorded step")]
+    assert row.split() == ["recorded", "step", "101", "ms", "200", "ms", "+98.0", "%"]
+    assert "first run: " in done.stdout
+    assert (tmp_path / "b" / "compare.html").exists()
+    refused = command("report", str(tmp_path / "a"), str(tmp_path / "c"))
+    assert refused.returncode == 2
+    assert "expected two runs of one model, got " in refused.stderr
+    assert not (tmp_path / "c" / "compare.html").exists()
 
 
 # in a browser
@@ -568,13 +602,94 @@ def test_a_browser_draws_every_chart_without_a_word_on_its_console(tmp_path, bui
     assert bool(with_class(root, "predicted")) == predicted
 
 
+def large() -> RunReport:
+    """A run of a thousand steps over 64 ranks, of which three steps are recorded."""
+    own, units = made_up.record(), [f"blocks.{n}" for n in range(32)]
+    spans = tuple(
+        replace(span, unit=unit) for unit in units for span in own.spans if span.stream != "phase"
+    )
+    spans = tuple(span for span in own.spans if span.stream == "phase") + spans
+    records = [replace(own, rank=rank, world_size=64, spans=spans) for rank in range(64)]
+    report = RunReport.of(records, about={"model": "large", "stage": 3}, recorded=3)
+    others = [other_of(record, step) for step in (3, 500, 1000) for record in records][1:]
+    training = Training(0, (2.0,) * 1000, (0.1,) * 1000, 1024, None, (2**30,) * 1000)
+    return replace(report, others=tuple(others), training=training)
+
+
+CHOOSING = """<script>
+addEventListener('load', () => {
+  const [step, rank] = document.querySelectorAll('select'), found = {};
+  const set = (menu, index) => {
+    menu.selectedIndex = index;
+    menu.dispatchEvent(new Event('change', {bubbles: true}));
+  };
+  const text = selector => document.querySelector(selector).textContent;
+  found.opened_ms = performance.now();
+  found.choices = [step.options.length, rank.options.length];
+  set(rank, 63);
+  set(step, 2);
+  found.timeline = text('.timeline figcaption');
+  found.summary = text('.figures .quiet');
+  const bars = () => document.querySelectorAll('.timeline .bar').length;
+  found.bars = [bars()];
+  const buttons = document.querySelectorAll('button');
+  for (const number of [0, 0, 3, 4]) {
+    buttons[number].click();
+    found.bars.push(bars());
+  }
+  const chart = document.querySelector('.timeline .chart'), box = chart.getBoundingClientRect();
+  for (const [name, share] of [['pointerdown', .25], ['pointermove', .4], ['pointerup', .5]])
+    chart.dispatchEvent(new PointerEvent(name,
+      {clientX: box.left + share * box.width, pointerType: 'mouse', button: 0}));
+  found.zoomed = text('.timeline figcaption');
+  document.body.replaceChildren();
+  document.body.append(Object.assign(document.createElement('pre'),
+    {textContent: JSON.stringify(found)}));
+});</script>"""
+
+
+@needs_chromium
+def test_a_thousand_steps_of_64_ranks_open_in_two_seconds_and_let_a_reader_choose(tmp_path):
+    report = large()
+    text = page(report)
+    assert len(text) < 20e6
+    (tmp_path / "index.html").write_text(text.replace("</body>", CHOOSING + "</body>"))
+    done = browse(tmp_path, "--dump-dom")
+    assert "CONSOLE" not in done.stderr
+    found = json.loads(re.findall(r"<pre>(.*?)</pre>", done.stdout, re.DOTALL)[0])
+    assert found["choices"] == [3, 64]
+    assert found["timeline"].startswith("Rank 63 100 ms in ")
+    assert found["summary"] == "number 1,000, rank 63"
+    whole, half, quarter, moved, again = found["bars"]
+    assert whole == again > half >= quarter > 0
+    assert moved > 0
+    assert found["zoomed"].startswith("Rank 63 25.0 ms from 25.0 ms, of 100 ms in ")
+    assert found["opened_ms"] < 2000 * SLOWER
+
+
+@needs_chromium
+def test_a_comparison_is_drawn_with_both_runs(tmp_path):
+    first = made_up.report()
+    second = made_up.report(about={"model": "blocks", "stage": 3})
+    write(tmp_path, second, [second.step])
+    (tmp_path / "index.html").write_text(page(second, first))
+    done = browse(tmp_path, "--dump-dom")
+    assert "CONSOLE" not in done.stderr
+    root = tree(done.stdout.replace("<!DOCTYPE html>", "<!DOCTYPE html>\n", 1).strip())
+    rows = table_of(root, "compared")
+    assert rows["model"] == [made_up.AWKWARD, "blocks", ""]
+    assert rows["recorded step"] == ["101 ms", "101 ms", ""]
+    (compared,) = [node for node in root.iter("section") if node.get("id") == "compared"]
+    assert len(with_class(compared, "other")) == 4  # two curves, with their legends
+
+
 @needs_chromium
 def test_the_edge_of_the_stack_is_at_the_total(tmp_path):
     report = made_up.report(plan=made_up.plan())
     root = drawn(report, tmp_path)
     figures = with_class(root, "memory")
     assert len(figures) == 3
-    stack = contents(report)["memory"][0]
+    stack = contents(report)["views"][0]["memory"][0]
     areas = [node.get("d", "") for node in with_class(figures[0], "area")]
     assert len(areas) == len(stack["layers"])
     height, headroom = 300, 36
@@ -645,4 +760,4 @@ def test_it_prints_on_paper(tmp_path):
     target = tmp_path / "page.pdf"
     browse(tmp_path, f"--print-to-pdf={target}", "--no-pdf-header-footer")
     pages = len(re.findall(rb"/Type\s*/Page\b", target.read_bytes()))
-    assert 2 <= pages <= 6
+    assert 2 <= pages <= 7  # of three tiers, and all sections but one

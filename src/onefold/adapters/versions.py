@@ -11,6 +11,8 @@ import warnings
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
+from onefold.errors import ConfigError
+
 TESTED: dict[str, tuple[str, str]] = {
     "torch": ("2.13", "2.16"),
     "transformers": ("5.23", "5.24"),
@@ -38,6 +40,23 @@ def _warn_once(package: str) -> None:
     warning = outside(package, installed)
     if warning:
         warnings.warn(warning, UserWarning, stacklevel=4)  # of the line that calls our caller
+
+
+@cache
+def check_torch() -> None:
+    """Refuse a torch that is older than the tested ones; warn once of a newer one.
+
+    Raises `ConfigError`.
+    """
+    try:
+        installed = version("torch")
+    except PackageNotFoundError:  # built by hand, under another name
+        return
+    floor, above = TESTED["torch"]
+    if () < _release(installed) < _release(floor):
+        hint = f"pip install 'torch>={floor},<{above}'"
+        raise ConfigError(f"torch {floor} or newer", f"torch {installed}", hint=hint)
+    warn_if_untested("torch")
 
 
 def outside(package: str, installed: str) -> str:

@@ -10,6 +10,7 @@ from torch import nn
 from onefold.engine.engine import Engine
 from onefold.engine.watch import tensors_in
 from onefold.layout.observer import Span, Stream, members_of
+from onefold.recording.allocator import allocator_probe
 
 _WAITS = ("wait", "wait_step")
 """Spans of the training thread in which it waits for a message, or for a background step."""
@@ -60,6 +61,31 @@ class Meter:
     def note(self, seconds: float) -> None:
         """The training thread has waited."""
         self._waited_s += seconds
+
+
+class PeakMeter:
+    """Observes the highest bytes of torch's allocator in each step, read where phases begin."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.peaks: list[int] = []  # of the steps that have ended
+        self._read, self._highest = allocator_probe(device), 0
+
+    def end_step(self) -> None:
+        """Keep the peak of a step."""
+        if self._read is not None:
+            self.peaks.append(self._highest)
+        self._highest = 0
+
+    # the observer
+
+    def held(self, kind: str, tier: str, nbytes: int) -> None:
+        """See `Observer.held`."""
+
+    def begin(self, stream: Stream, verb: str, unit: str) -> Span:
+        """See `Observer.begin`: the end of forward, the end of backward, and so on."""
+        if stream is Stream.PHASE and self._read is not None:
+            self._highest = max(self._highest, self._read())
+        return _UNTIMED
 
 
 class _Untimed:

@@ -14,11 +14,9 @@ collectives, and the host times changes of bytes.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
@@ -35,6 +33,8 @@ from onefold.layout.flat import unit_bytes
 from onefold.layout.ledger import Ledger, Traffic
 from onefold.layout.observer import Stream, members_of
 from onefold.recipe import Recipe
+from onefold.recording.allocator import allocator_probe
+from onefold.recording.module_bytes import ModuleBytes
 from onefold.recording.report import unit_lines
 from onefold.recording.run_report import RunReport
 from onefold.recording.step_record import TORCH, Change, Sent, Series, SpanLine, StepRecord
@@ -60,6 +60,8 @@ class Recording:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._step: StepRecord | None = None
+        self.number = engine.ledger.steps + 1
+        """Which step of the module this is, from 1."""
 
     @property
     def step(self) -> StepRecord:
@@ -71,18 +73,29 @@ class Recording:
             raise StateError("a recorded step", got, where=where, hint=hint)
         return self._step
 
-    def save(self, directory: str | os.PathLike[str]) -> None:
+    def save(self, directory: str | os.PathLike[str], *later: Recording) -> None:
         """Write this rank's step as index.html, report.json and trace.json.
 
         Not a collective. Ranks that share a directory overwrite each other's files.
+
+        Args:
+            directory: it is made if it does not exist.
+            later: recordings of later steps, among which the page lets its reader choose.
         """
         from onefold.recording.page import write
+        from onefold.recording.page_data import other_of
 
         engine = self._engine
         about = {"stage": engine.recipe.stage.number, "ranks": engine.group.world_size}
         about |= {"offload": engine.facts.description} if engine.facts.description else {}
-        report = RunReport.of([self.step], about=about, units=unit_lines(engine.units))
-        write(directory, replace(report, stage0=stage0_nbytes(engine.recipe)), [self.step])
+        report = RunReport.of(
+            [self.step], about=about, units=unit_lines(engine.units), recorded=self.number
+        )
+        report = replace(
+            report, stage0=stage0_nbytes(engine.recipe),
+            others=tuple(other_of(recording.step, recording.number) for recording in later),
+        )  # fmt: skip
+        write(directory, report, [self.step])
 
     def finish(self, recorder: Recorder) -> None:
         """End the block: keep the recorder's result."""
@@ -103,10 +116,12 @@ def record(module: nn.Module) -> Iterator[Recording]:
         raise StateError(wanted, got, where=where, hint=hint)
     recording, recorder = Recording(engine), Recorder(ledger, engine.context.store.device)
     ledger.watch(recorder)
+    recorder.watch_modules(module)
     try:
         yield recording
     finally:
         ledger.unwatch(recorder)
+        recorder.modules.remove()
     recording.finish(recorder)
 
 
@@ -143,6 +158,8 @@ class Recorder:
         self._probed_at = 0.0
         self._stopped_at: float | None = None  # not None while the clock stands still
         self._training_thread = get_ident()
+        self._torch_now = 0
+        self.modules = ModuleBytes(self._record_torch)
         self._base: accelerator.Event | None = None
         if device.type != "cpu":
             accelerator.synchronize(device)
@@ -150,6 +167,11 @@ class Recorder:
         self._floor = 0 if self._base is not None else self._torch_nbytes()
         self._began_at, self._began = time.time(), time.perf_counter()
         self._record_torch()
+
+    def watch_modules(self, module: nn.Module) -> None:
+        """Measure the activations of each module, where the allocator can be read."""
+        if self._probe is not None:
+            self.modules.watch(module)
 
     # the observer
 
@@ -186,15 +208,17 @@ class Recorder:
             return stopped_at
         return time.perf_counter() - self._began - self._stopped
 
-    def _record_torch(self) -> None:
-        """Record torch's bytes beside the ledger. The clock stands still meanwhile."""
+    def _record_torch(self) -> int:
+        """Record torch's bytes beside the ledger, and return them. The clock stands still."""
         if self._probe is None or self._stopped_at is not None:
-            return
+            return self._torch_now
         self._probed_at = self._stopped_at = self._clock()
         nbytes = max(0, self._torch_nbytes() - self._floor)
+        self._torch_now = nbytes
         self._bytes.append((self._probed_at, TORCH, "device", nbytes))
         self._stopped = time.perf_counter() - self._began - self._probed_at
         self._stopped_at = None
+        return nbytes
 
     def _torch_nbytes(self) -> int:
         """Bytes of torch's allocator beside the ledger; on the CPU those of the whole process."""
@@ -230,6 +254,7 @@ class Recorder:
         return StepRecord(
             rank, world_size, self._began_at, seconds, tuple(spans),
             tuple(Series(*key) for key in index), tuple(changes), self._sent(),
+            {name: round(nbytes) for name, nbytes in self.modules.nbytes.items()},
         )  # fmt: skip
 
     def _seconds(self, moment: Moment) -> float:
@@ -245,45 +270,6 @@ class Recorder:
             for name, now in self._ledger.traffic.items()
         }
         return {name: Sent(t.calls, t.sent_nbytes) for name, t in sent.items() if t != Traffic()}
-
-
-# the allocator
-
-_FIELDS = (
-    "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks",
-    "keepcost",
-)  # fmt: skip
-
-
-class _Mallinfo2(ctypes.Structure):
-    """The struct of glibc's malloc.h, from 2.33 on."""
-
-    _fields_ = [(name, ctypes.c_size_t) for name in _FIELDS]
-
-
-def allocator_probe(device: torch.device) -> Callable[[], int] | None:
-    """Return a function for the bytes that torch's allocator has handed out; None without one.
-
-    The bytes are exact, with activations and temporaries. On a GPU torch's caching allocator counts
-    them. On the CPU torch uses malloc, and glibc's `mallinfo2` reports the bytes of all threads. It
-    walks the free blocks, for about 0.1 ms. A dispatch mode or the profiler would slow down every
-    operation, and see one thread only.
-    """
-    if device.type != "cpu":
-        return lambda: accelerator.allocated(device)
-    if sys.platform != "linux":
-        return None
-    try:
-        mallinfo2 = ctypes.CDLL(None).mallinfo2
-    except (OSError, AttributeError):  # another libc, or an old one
-        return None
-    mallinfo2.restype = _Mallinfo2
-
-    def handed_out() -> int:
-        info = mallinfo2()
-        return int(info.uordblks) + int(info.hblkhd)
-
-    return handed_out
 
 
 # the closed form

@@ -8,14 +8,17 @@
                   "spans":   [{"stream", "verb", "unit", "start", "stop", "nbytes"}]   seconds
                   "series":  [{"kind", "tier"}],
                   "changes": [[seconds, index of a series, bytes from then on]],
-                  "sent":    {collective: {"calls", "nbytes"}}},
+                  "sent":    {collective: {"calls", "nbytes"}},
+                  "modules": {name: bytes of activations that its forward leaves}},
      "ranks":    [{"rank", "seconds", "compute_s", "wait_s", "sent_nbytes",
                    "peak_by_tier": {tier: bytes at once}, "peak_by_kind": {kind: bytes},
                    "at_peak": {kind: bytes},       on the device, at its peak
                    "resident_peak_nbytes"}]        of the recorded step; the last of the process
      "stage0":   {kind: bytes}                     the states that a rank would hold at stage 0
+     "others":   [{"recorded", "line": as in "ranks", "view": what the page draws}]  of further
+                                                   steps and ranks
      "training": {"first_step", "losses": [nats], "seconds": [per step], "tokens_per_step",
-                  "held_out"} or null
+                  "held_out", "peaks": [bytes per step]} or null
      "units":    [{"name", "num_parameters", "numel", "nbytes"}],
      "machine":  {name: text or number}, "versions": {name: text},
      "plan":     {"stage",
@@ -93,6 +96,34 @@ class RankLine:
 
 
 @dataclass(frozen=True, slots=True)
+class StepView:
+    """What the page draws of one step of one rank; `page_data.view_of` makes it.
+
+    Its members are lists and dicts as the page's script reads them, bounded in size.
+    """
+
+    recorded: int | None
+    rank: int
+    seconds: float
+    sent: dict[str, Any]  # collective: calls, nbytes
+    phases: tuple[Any, ...]  # verb, start, stop
+    memory: tuple[Any, ...]  # tier, kinds, times, layers, peaks
+    lanes: tuple[Any, ...]  # name, stream, spans
+    times: tuple[Any, ...]  # verb, stream, spans, seconds, bytes
+    idle: dict[str, float]  # seconds that are neither busy nor waiting, by their place
+    modules: tuple[Any, ...]  # name, number of modules, bytes
+
+
+@dataclass(frozen=True, slots=True)
+class OtherStep:
+    """A further recorded step: of another rank, or a later one."""
+
+    recorded: int | None
+    line: RankLine
+    view: StepView
+
+
+@dataclass(frozen=True, slots=True)
 class Training:
     """The course of a run, step by step."""
 
@@ -101,6 +132,7 @@ class Training:
     seconds: tuple[float, ...]  # of each step
     tokens_per_step: int
     held_out: float | None = None  # nats per token; None or NaN if not measured
+    peaks: tuple[int, ...] = ()  # bytes of torch's allocator at their highest in each step
 
     @property
     def speeds(self) -> list[float]:
@@ -149,13 +181,14 @@ class RunReport:
     plan: PlanLines | None = None
     written_at: str = ""
     stage0: dict[str, int] = field(default_factory=dict[str, int])
+    others: tuple[OtherStep, ...] = ()
 
     @staticmethod
     def of(
         records: Sequence[StepRecord], *, about: Mapping[str, Fact],
         units: Sequence[UnitLine] = (), recorded: int | None = None, resident: Sequence[int] = (),
     ) -> RunReport:  # fmt: skip
-        """Report on one record a rank, of which the page draws the first.
+        """Report on one record a rank, of which the page opens the first.
 
         `resident` is the peak of each rank's process in bytes, where it is known.
         """
@@ -191,9 +224,16 @@ class RunReport:
 
     def as_json(self) -> dict[str, Any]:
         """Convert to plain values in the form above."""
-        data: dict[str, Any] = {"format": FORMAT, **asdict(self)}
-        data["step"]["changes"] = [[c.time, c.series, c.nbytes] for c in self.step.changes]
+        step = asdict(replace(self.step, changes=()))
+        step["changes"] = [[c.time, c.series, c.nbytes] for c in self.step.changes]
+        others = [asdict(other) for other in self.others]
+        data = {"format": FORMAT, **self.plain(), "step": step, "others": others}
         return finite(data, digits=7)  # times to 0.1 us
+
+    def plain(self) -> dict[str, Any]:
+        """Convert all but the steps to plain values."""
+        data = asdict(replace(self, step=replace(self.step, spans=(), changes=()), others=()))
+        return finite(data, digits=7)
 
     @staticmethod
     def parse(data: Mapping[str, Any]) -> RunReport:
@@ -206,6 +246,8 @@ class RunReport:
 def _typed(wanted: Any, value: Any) -> Any:
     """Convert a JSON value to a type: a dataclass, tuple, dict, union or scalar."""
     arguments = get_args(wanted)
+    if wanted is Any:
+        return value
     if is_dataclass(wanted):
         return _members(wanted, value)
     if isinstance(wanted, UnionType):

@@ -7,7 +7,8 @@ holds `nbytes` from one change to its next.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from math import isfinite
 
 TORCH = "torch"
@@ -81,6 +82,7 @@ class StepRecord:
     series: tuple[Series, ...]
     changes: tuple[Change, ...]
     sent: dict[str, Sent]  # by collective
+    modules: dict[str, int] = field(default_factory=dict[str, int])  # activations, by module
 
     def __post_init__(self) -> None:
         if not (isfinite(self.seconds) and self.seconds > 0):
@@ -136,6 +138,40 @@ def union(intervals: Iterable[tuple[float, float]]) -> Iterator[tuple[float, flo
         yield merged
 
 
+def idle_seconds(record: StepRecord) -> dict[str, float]:
+    """Sum the seconds of the training thread that are neither compute nor waits, by their place.
+
+    Together with busy and waiting seconds they are the step.
+    """
+    phases = [s for s in record.spans if s.stream == "phase"]
+    steps = [s for s in phases if s.verb == "step"]  # no unit computes in a step
+    busy = [s for s in record.spans if s.stream == "compute"] + steps
+    covered = list(union((s.start, s.stop) for s in busy))
+    edges = {0.0, record.seconds, *(t for s in phases for t in (s.start, s.stop))}
+    edges |= {t for stretch in covered for t in stretch}
+    seconds: dict[str, float] = {}
+    ordered, number = sorted(edge for edge in edges if 0 <= edge <= record.seconds), 0
+    for start, stop in pairwise(ordered):
+        while number < len(covered) and covered[number][1] <= start:
+            number += 1
+        if number == len(covered) or covered[number][0] >= stop:
+            place = _place(phases, (start + stop) / 2)
+            seconds[place] = seconds.get(place, 0.0) + stop - start
+    return seconds
+
+
+def _place(phases: list[SpanLine], moment: float) -> str:
+    """Name the phase of a moment, or the phases before and after it."""
+    inside = next((s.verb for s in phases if s.start <= moment < s.stop), None)
+    if inside is not None:
+        return f"in {inside}"
+    before = max((s for s in phases if s.stop <= moment), key=lambda s: s.stop, default=None)
+    after = min((s for s in phases if s.start > moment), key=lambda s: s.start, default=None)
+    if before is None:
+        return "before" if after else "outside"
+    return f"{before.verb} to {after.verb}" if after else "after"
+
+
 # words for people, on the page of a report and in the terminal
 
 KINDS = {
@@ -181,6 +217,17 @@ STREAMS = {
     "reduce": "reduce gradients",
     "tier": "fetch and flush (offload)",
     "background": "optimizer steps in the background",
+}
+
+IDLE = {
+    "before": "before the first forward: data, your code",
+    "in forward": "in forward, between units: modules outside of units, Python",
+    "forward to backward": "from forward to backward: the loss",
+    "in backward": "in backward, between units: autograd, Python",
+    "backward to forward": "from backward to the next forward: data, your code",
+    "backward to step": "from backward to the step: clipping, your code",
+    "after": "after the step: your code",
+    "outside": "outside of forward, backward and step",
 }
 
 COLLECTIVES = {

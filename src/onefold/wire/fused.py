@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onefold import accelerator
+from onefold.tier import accelerator
 from onefold.wire.codec import LARGEST, Codec
 from onefold.wire.kernels.compiling import SMALLEST_SCALE, TAIL
 

@@ -49,16 +49,19 @@ process, a few MB of memory, no GPU; every byte that is read is verified.
 
 REPORT = """\
 Write index.html from the report.json of `onefold train --report DIR` or Recording.save, and print
-the time, peak bytes and bytes sent of the recorded step.
+the time, peak bytes and bytes sent of the recorded step. With a second run, compare both: print
+what differs, and write compare.html into the folder of the second.
 
   onefold train --report page
-  onefold report page"""
+  onefold report page
+  onefold report before after"""
 
 
 def add_report(commands: SubParsers) -> None:
     """Add `onefold report`."""
     add = add_command(commands, "report", run_report, "draw the page of a recorded run", REPORT)
     add("directory", metavar="DIR", help="the folder that has report.json")
+    add("second", metavar="DIR2", nargs="?", help="that of a second run, to compare")
 
 
 def add_checkpoints(commands: SubParsers) -> None:
@@ -217,8 +220,10 @@ def run_report(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     from onefold.recording.page import draw, read
 
     report = read(arguments.directory)
+    if arguments.second is not None:
+        return _compare(arguments, report, read(arguments.second))
     page = str(draw(Path(arguments.directory), report))
-    data = report.as_json()
+    data = report.plain()
     facts = {
         "page": page,
         **{name: data[name] for name in ("about", "recorded", "ranks", "plan", "written_at")},
@@ -227,6 +232,25 @@ def run_report(arguments: argparse.Namespace, _: Sequence[str]) -> int:
         "losses": data["training"]["losses"] if data["training"] else [],
     }
     print_result(arguments, facts, [*report_lines(report), f"page: {page}"])
+    return 0
+
+
+def _compare(arguments: argparse.Namespace, first: RunReport, second: RunReport) -> int:
+    """Print two runs next to each other, and draw the page of both."""
+    from onefold.recording.page import draw
+    from onefold.recording.page_data import compared_rows
+
+    rows = compared_rows(first, second)
+    page = str(draw(Path(arguments.second), second, against=first))
+    formats = {"s": format_seconds, "B": format_bytes, "share": format_share}
+    cells = [["", "first run", "second run", "change"]]
+    for name, unit, *values in rows:
+        change = "" if not values[0] else f"{100 * (values[1] / values[0] - 1):+.1f} %"
+        known = formats.get(unit, lambda value: f"{value:,.4g}")
+        cells.append([name, *map(known, values), "" if change == "+0.0 %" else change])
+    titles = [f"first run: {first.title}", f"second run: {second.title}"]
+    facts = {"page": page, "runs": [first.title, second.title], "rows": rows}
+    print_result(arguments, facts, [*titles, *columns(cells, "<>"), f"page: {page}"])
     return 0
 
 

@@ -113,7 +113,7 @@ def train(job: Job, world: World, observer: TrainObserver) -> TrainResult:
         observer.resumed(resumed)
     first = resumed.step if resumed else 0
     meter = StepMeter(job, world, observer, first)
-    recorder = RunRecorder(job, module, first)
+    recorder = RunRecorder(job, module, first, world.device)
     with StopRequests(is_active=job.checkpoint is not None) as requests:
         for step in range(first, job.steps):
             with recorder.around_step(step):

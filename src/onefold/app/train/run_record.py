@@ -19,17 +19,21 @@ from onefold.app.train.corpus import Corpus, own_rows
 from onefold.app.train.job import Job
 from onefold.app.train.memory_table import MeasuredMemory
 from onefold.config import precision_of
+from onefold.engine.registry import engine_of
 from onefold.planner.byte_hands import ACTIVATION, LOGITS, Moment
 from onefold.planner.memory import Forecast, forecast
 from onefold.planner.storages import Untraceable
 from onefold.planner.trace import Trace, tokens_of, trace
 from onefold.recipe import Recipe
+from onefold.recording.meter import PeakMeter
 from onefold.recording.page import write
+from onefold.recording.page_data import other_of
 from onefold.recording.recorder import Recording
 from onefold.recording.report import Report
 from onefold.recording.run_report import (
     Fact,
     MemoryPlan,
+    OtherStep,
     PlanLines,
     PlannedMoment,
     RunReport,
@@ -41,7 +45,7 @@ from onefold.tier.host import memory_nbytes, usable_cores, versions
 from onefold.wire.world import World
 
 WARM_STEPS = 2
-"""Steps before the one that is recorded: they allocate buffers and optimizer states."""
+"""Steps before the first that is recorded: they allocate buffers and optimizer states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,32 +197,53 @@ class TrainResult:
 
 
 class RunRecorder:
-    """Records one step of a run: the third, or the last of a shorter one."""
+    """Records three steps of a run: the third, the middle one and the last.
 
-    def __init__(self, job: Job, module: nn.Module, first: int) -> None:
+    It reads the peak of each step as well.
+    """
+
+    def __init__(self, job: Job, module: nn.Module, first: int, device: torch.device) -> None:
         self.job = job
         self.module = module
-        self.number = min(first + WARM_STEPS, job.steps - 1)
-        self.recording: Recording | None = None
+        second = min(first + WARM_STEPS, job.steps - 1)
+        self.numbers = sorted({second, (second + job.steps) // 2, job.steps - 1})
+        self.recordings: dict[int, Recording] = {}
+        self.peaks = PeakMeter(device)
+        if job.report is not None:
+            engine_of(module).ledger.watch(self.peaks)
 
     @contextmanager
     def around_step(self, step: int) -> Iterator[None]:
-        """Record the step in the block, if it is the chosen one."""
-        if self.job.report is None or step != self.number:
+        """Record the step in the block, if it is one of those."""
+        if self.job.report is None:
             yield
             return
-        with onefold.record(self.module) as self.recording:
+        if step in self.numbers:
+            with onefold.record(self.module) as self.recordings[step]:
+                yield
+        else:
             yield
+        self.peaks.end_step()
+
+    def others(self, world: World) -> list[OtherStep]:
+        """Return the recorded steps of all ranks, in order, without the first of rank 0.
+
+        A collective.
+        """
+        own = [other_of(recording.step, step + 1) for step, recording in self.recordings.items()]
+        ranks = world.gather(own)
+        return [step for steps in zip(*ranks, strict=True) for step in steps][1:]
 
 
 def write_report(
     recorder: RunRecorder, world: World, result: TrainResult, step_seconds: Sequence[float]
 ) -> str:
     """Write the report on rank 0; return its path, or nothing without a step. A collective."""
-    job, recording = recorder.job, recorder.recording
-    if job.report is None or recording is None:
+    job = recorder.job
+    if job.report is None or not recorder.recordings:
         return ""
-    records = world.gather(recording.step)
+    number, recording = next(iter(recorder.recordings.items()))
+    records, others = world.gather(recording.step), recorder.others(world)
     if world.rank > 0:
         return world.gather("")[0]
     own = onefold.report(recorder.module)
@@ -227,15 +252,16 @@ def write_report(
     if job.offload:
         about["planned"] = own.offload
     report = RunReport.of(
-        records, about=about, units=own.units, recorded=recorder.number + 1,
+        records, about=about, units=own.units, recorded=number + 1,
         resident=[memory.resident_peak for memory in result.memory],
     )  # fmt: skip
     report = replace(
         report,
         training=Training(
             result.first_step, tuple(result.losses), tuple(step_seconds), job.tokens_per_step,
-            result.held_out,
+            result.held_out, tuple(recorder.peaks.peaks),
         ),
+        others=tuple(others),
         machine={
             "system": f"{platform.system()} {platform.machine()}",
             "device": str(world.device),
