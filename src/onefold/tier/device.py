@@ -257,7 +257,7 @@ def _swap(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
 
 def _has_swap() -> bool:
     """True if this torch exchanges the bytes of storages; it calls that private."""
-    return hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+    return getattr(torch.UntypedStorage, "_swap_data_ptr_", None) is not None
 
 
 class DeviceStore:
