@@ -195,8 +195,9 @@ class _StepBlock:
         with watching, lending as slot, device.working(step.ready):
             *parts, grads = _parts(slot, [dtype for dtype, _ in tensors], nbytes, numel)
             near = self._bring_all(parts)
-            for segment in self._segments if grads is not None else ():
-                self._take_grad(segment, grads)
+            if grads is not None:
+                for segment in self._segments:
+                    self._take_grad(segment, grads)
             device.arrived()
             self._run(near, grads)
             for buffer, part in zip(step.buffers, parts, strict=True):

@@ -43,6 +43,10 @@ class Room:
         if not is_over():
             self._ledger.add(self._kind, self._tier, -self.nbytes, is_mapped=self._tier == "cpu")
 
+    def leave_by(self, event: accelerator.Event) -> None:
+        """Copies from here end with `event`: the next user waits for it."""
+        self.leaving = event
+
     def tensor(self, numel: int, dtype: torch.dtype, start: int = 0) -> Tensor:
         """Return the bytes from `start` as a flat tensor [numel]."""
         return self._flat[start : start + numel * dtype.itemsize].view(dtype)

@@ -109,8 +109,9 @@ class HostStep(_Lane):
         """What a block changed was queued: return the event of its end, None if it is over."""
         if slot is None or not self.is_queued:
             return None
-        slot.leaving = accelerator.record(self._device)
-        return slot.leaving
+        event = accelerator.record(self._device)
+        slot.leave_by(event)
+        return event
 
 
 class DeviceStep(_Lane):

@@ -24,6 +24,7 @@ from torch import Tensor
 from onefold.layout.ledger import Account, Kind
 from onefold.unit import refusals
 from onefold.unit.buffer import Buffer
+from onefold.unit.local_mean import has_rows, scaled, take_rows
 from onefold.unit.logical import NoMean
 from onefold.unit.node_reduction import reduction_of
 from onefold.unit.parameter import UnitParameter
@@ -60,7 +61,7 @@ class UnitGradient:
         self._landed: Landed | None = None
         self._following = DONE  # its second hop
         store, ledger = spec.context.store, spec.context.ledger
-        self._ledger = ledger
+        self._has_rows, self._ledger = has_rows(spec), ledger
         self._partial_account = Account(self, Kind.PARTIAL_GRAD, store.name, ledger)
         # of one rank alone, where gradients stay the tensors that autograd made
         self._local_account = Account(self, Kind.GRAD, store.name, ledger)
@@ -207,15 +208,14 @@ class UnitGradient:
     ) -> None:
         """Undo `accumulated`: these gradients replace all others."""
         self.drop_partial()
-        has_rows = self._spec.context.world_size > 1
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for parameter in self._parameters:
                 parameter.sharded.grad = None
             self.drop_cleared()
-            if means and has_rows:
+            if means and self._has_rows:
                 self.mean_rows(list(means))
             for parameter, mean in means.items():
-                if has_rows:
+                if self._has_rows:
                     mean = self._rest_view(parameter).copy_(mean)
                 self._give(parameter, mean)
             for parameter, grad in partial.items():
@@ -260,13 +260,14 @@ class UnitGradient:
         self._reduced_at, sources = self._ledger.steps, self._spec.context.sources
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             self._take_back_partials()
+            if self._has_rows:
+                used = [p for p in parameters if p.partial_grad is not None]
+                self.show_all(take_rows(self.mean_rows(used), used, sources))
             for parameter in parameters:
                 grad, sharded = parameter.partial_grad, parameter.sharded
                 if grad is None or parameter.unsharded is sharded:
                     continue
-                mean = grad.to(parameter.local.dtype)
-                if sources > 1:
-                    mean.mul_(1.0 / sources)
+                mean = scaled(grad, parameter.local.dtype, sources)
                 if sharded.grad is not None:
                     parameter.unwrap(sharded.grad).add_(mean)
                 else:
@@ -277,7 +278,8 @@ class UnitGradient:
             self._count_local()
 
     def _count_local(self) -> None:
-        self._local_account.set(sum(p.unwrap(g).nbytes for p, g in self._with_grad().items()))
+        if not self._has_rows:
+            self._local_account.set(sum(p.unwrap(g).nbytes for p, g in self._with_grad().items()))
 
     def _finish_reduce(
         self, parameters: list[UnitParameter], used: list[bool], partials: list[Tensor],
