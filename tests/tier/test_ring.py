@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch._C._profiler import _EventType
 
 import onefold
-from onefold import accelerator
 from onefold.engine.registry import engine_of
-from onefold.tier import device
+from onefold.tier import accelerator, device
 from onefold.tier.device import DeviceStore, InRing, Ring
 from tests.support.caching_allocator import CachingAllocator
 from tests.support.models import Model, next_token_loss, token_batches

@@ -20,8 +20,8 @@ from contextlib import suppress
 
 import torch
 
-from onefold import accelerator
 from onefold.errors import TierError
+from onefold.tier import accelerator
 from onefold.tier.store import Allocation, whole_pages
 
 PAGES_NBYTES = 1 << 20
