@@ -7,7 +7,6 @@ hundreds of launches. A kernel that does not compile is reported once, and not t
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from onefold.tier import accelerator
 from onefold.wire.codec import LARGEST, Codec
+from onefold.wire.devices import interprets
 from onefold.wire.kernels.compiling import SMALLEST_SCALE, TAIL
 
 LOG = logging.getLogger(__name__)
@@ -26,9 +26,6 @@ PROGRAM_NUMEL = 2048
 
 SUM_NUMEL = 1024
 """Elements of a row where nothing is quantized."""
-
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Triton itself reads the variable once, when it is imported."""
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -120,7 +117,7 @@ def _load() -> Kernels | None:
 
 def kernels_for(device: torch.device) -> Kernels | None:
     """The kernels for a device: a GPU; a CPU too where Triton interprets them, in tests."""
-    return _load() if device.type == "cuda" or (IS_INTERPRETED and device.type == "cpu") else None
+    return _load() if device.type == "cuda" or (device.type == "cpu" and interprets()) else None
 
 
 class FusedCodec:
