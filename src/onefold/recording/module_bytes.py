@@ -58,10 +58,12 @@ class ModuleBytes:
         in_backward = torch._C._current_graph_task_id() != -1
         return torch.is_grad_enabled() and not in_backward and get_ident() == self._thread
 
+    @torch._disable_dynamo  # [Note: torch.compile] in engine/hooks.py
     def _enter(self, *_: object) -> None:
         if self._counts():
             self._calls.append(_Call(self._read()))
 
+    @torch._disable_dynamo
     def _leave(self, name: str, *_: object) -> None:
         if not self._calls or not self._counts():
             return

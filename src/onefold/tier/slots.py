@@ -110,10 +110,10 @@ class SlotPool:
                 self._free.remove(slot)
                 return slot
             if self._free:  # the new slot replaces one that is too small
-                small = max(self._free, key=lambda slot: slot.nbytes)
-                self._free.remove(small)
-                if small.leaving is not None:
-                    small.leaving.synchronize()
+                self._free.sort(key=lambda slot: slot.nbytes)
+                leaving = self._free.pop().leaving  # its memory is free before the new one is made
+                if leaving is not None:
+                    leaving.synchronize()
             return self._make(nbytes)
 
     def reserve(self, number: int, nbytes: int) -> None:
