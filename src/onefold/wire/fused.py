@@ -7,7 +7,6 @@ hundreds of launches. A kernel that does not compile is reported once, and not t
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -27,8 +26,8 @@ PROGRAM_NUMEL = 2048
 SUM_NUMEL = 1024
 """Elements of a row where nothing is quantized."""
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Triton itself reads the variable once, when it is imported."""
+DEVICES = frozenset({"cuda"})
+"""Kinds of devices that run the kernels. A test adds the CPU, where Triton interprets them."""
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -119,8 +118,8 @@ def _load() -> Kernels | None:
 
 
 def kernels_for(device: torch.device) -> Kernels | None:
-    """The kernels for a device: a GPU; a CPU too where Triton interprets them, in tests."""
-    return _load() if device.type == "cuda" or (IS_INTERPRETED and device.type == "cpu") else None
+    """The kernels for a device, if it runs them."""
+    return _load() if device.type in DEVICES else None
 
 
 class FusedCodec:
