@@ -9,7 +9,7 @@ DISK ?= /var/tmp
 # compiled while the package is installed, where there is a C compiler
 KERNELS := $(wildcard src/onefold/wire/kernels/*.[ch]) src/onefold/wire/kernels/compiling.py
 
-.PHONY: train big cluster test quick full check docs package format bench clean
+.PHONY: train big cluster test quick full kernels check docs package format bench clean
 
 train: $(VENV)/train.done
 	$(BIN)/onefold train
@@ -35,6 +35,11 @@ quick: $(VENV)/dev.done
 # every case of the large grids, before a release
 full: $(VENV)/dev.done
 	$(BIN)/python -m pytest --numprocesses 4 --dist worksteal --grid full
+
+# the bits of the GPU's kernels, by Triton's interpreter: about 300 MB to download, so not in `dev`
+kernels: $(VENV)/dev.done
+	$(PIP) "triton>=3.4,<4"
+	$(BIN)/python -m pytest tests/wire/test_fused.py
 
 check: $(VENV)/dev.done
 	$(BIN)/ruff format --check .
