@@ -6,7 +6,6 @@ import os
 import socket
 import warnings
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -143,9 +142,3 @@ def _warn_of_idle(device: torch.device) -> None:
             f"torchrun --nproc-per-node {count}",
             stacklevel=6,
         )
-
-
-@cache
-def interprets() -> bool:
-    """True if Triton runs kernels on the CPU; it too reads the variable once."""
-    return os.environ.get("TRITON_INTERPRET") == "1"

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from onefold.tier import accelerator
 from onefold.wire.codec import LARGEST, Codec
-from onefold.wire.devices import interprets
 from onefold.wire.kernels.compiling import SMALLEST_SCALE, TAIL
 
 LOG = logging.getLogger(__name__)
@@ -26,6 +25,9 @@ PROGRAM_NUMEL = 2048
 
 SUM_NUMEL = 1024
 """Elements of a row where nothing is quantized."""
+
+DEVICES = frozenset({"cuda"})
+"""Kinds of devices that run the kernels. A test adds the CPU, where Triton interprets them."""
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -116,8 +118,8 @@ def _load() -> Kernels | None:
 
 
 def kernels_for(device: torch.device) -> Kernels | None:
-    """The kernels for a device: a GPU; a CPU too where Triton interprets them, in tests."""
-    return _load() if device.type == "cuda" or (device.type == "cpu" and interprets()) else None
+    """The kernels for a device, if it runs them."""
+    return _load() if device.type in DEVICES else None
 
 
 class FusedCodec:

@@ -194,6 +194,7 @@ def check_transport(ranks: int, codec: Codec, dtype: torch.dtype, into: torch.dt
 
 def main() -> None:
     """All codecs and dtypes."""
+    fused.DEVICES = frozenset({DEVICE.type})
     codecs = [Codec("int8", 512), Codec("int4", 128), Codec("int8", 96, is_rotated=True)]
     codecs += [Codec("int4", 128, is_rotated=True), Codec("int8", 4096)]
     for codec, dtype in product(codecs, KINDS):

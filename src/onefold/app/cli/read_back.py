@@ -245,9 +245,9 @@ def _compare(arguments: argparse.Namespace, first: RunReport, second: RunReport)
     formats = {"s": format_seconds, "B": format_bytes, "share": format_share}
     cells = [["", "first run", "second run", "change"]]
     for name, unit, *values in rows:
-        change = "" if not values[0] else f"{100 * (values[1] / values[0] - 1):+.1f} %"
+        change = "" if not values[0] else _change(values[1] / values[0] - 1)
         known = formats.get(unit, lambda value: f"{value:,.4g}")
-        cells.append([name, *map(known, values), "" if change == "+0.0 %" else change])
+        cells.append([name, *map(known, values), change])
     titles = [f"first run: {first.title}", f"second run: {second.title}"]
     facts = {"page": page, "runs": [first.title, second.title], "rows": rows}
     print_result(arguments, facts, [*titles, *columns(cells, "<>"), f"page: {page}"])
@@ -281,3 +281,9 @@ def report_lines(report: RunReport) -> list[str]:
     notes = [f"(the first {len(shown)} of {len(report.ranks)} ranks; --json has all)"]
     notes *= len(report.ranks) > len(shown)
     return [*wrapped(report.title), *wrapped(report.diagnosis), *columns(rows, "<>"), *notes]
+
+
+def _change(share: float) -> str:
+    """Write a change as a percentage with its sign; "" for none."""
+    text = format_share(abs(share))
+    return "" if text == format_share(0.0) else ("+" if share > 0 else "-") + text
