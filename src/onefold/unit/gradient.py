@@ -261,7 +261,9 @@ class UnitGradient:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             self._take_back_partials()
             for parameter in parameters:
-                grad, sharded = parameter.partial_grad, parameter.sharded
+                if (grad := parameter.partial_grad) is not None and grad.is_sparse:
+                    parameter.set_partial_grad(grad := grad.to_dense())
+                sharded = parameter.sharded
                 if grad is None or parameter.unsharded is sharded:
                     continue
                 mean = grad.to(parameter.local.dtype)
