@@ -278,6 +278,8 @@ def word_of(behaviour: Behaviour) -> str:
         return "searches"
     if behaviour.differentiates:
         return "differentiates"
+    if behaviour.sends:
+        return "sends"
     if behaviour.kind == "elementwise":
         return "elementwise" if behaviour.in_blocks else "elementwise, not in blocks"
     return "coupled by sums" if behaviour.adds else behaviour.kind

@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -216,6 +217,18 @@ class Perturbed(torch.optim.SGD):
         for p in held:
             p.sub_(p.grad, alpha=0.11)
         return loss
+
+
+class Dealing(torch.optim.SGD):
+    """Each rank steps some parameters and sends them to the others, as a distributed Muon does."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if dist.is_initialized():
+            for number, p in enumerate(self.param_groups[0]["params"]):
+                if number % dist.get_world_size() == dist.get_rank() and p.grad is not None:
+                    p.add_(p.grad, alpha=-self.param_groups[0]["lr"])
+                dist.broadcast(p, number % dist.get_world_size())
 
 
 SUMS = [DAdapted, ProdigyLike]
@@ -819,3 +832,54 @@ def test_a_probe_leaves_the_optimizer_and_the_generator_as_they_are_and_runs_onc
     optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
     assert str(optimizer.state_dict()) == str(groups)
     assert torch.equal(torch.get_rng_state(), generator)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_optimizer_that_sends_messages_is_refused_where_ranks_step_different_rows(stage):
+    def body(rank):
+        module = seeded(build)
+        optimizer = Dealing(module.parameters(), lr=0.1)
+        with pytest.raises(
+            onefold.ConfigError, match=r"Dealing, which calls broadcast[^$]*stage=0"
+        ):
+            onefold.shard(module, optimizer, stage=stage)
+
+    run_ranks(3, body)
+
+
+def test_an_optimizer_that_sends_messages_steps_whole_copies_at_stage_0():
+    def plain(parameters):
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    def dealing(parameters):
+        return Dealing(parameters, lr=0.1)
+
+    wanted, _ = trained(plain)
+    for weights in run_ranks(3, lambda rank: trained(dealing, rank, 3, stage=0)[0]):
+        for ours, theirs in zip(weights, wanted, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_sparse_gradients_become_dense_and_an_optimizer_of_sparse_ones_is_refused(world_size):
+    words = torch.arange(12) % 5
+
+    def run(rank, stage):
+        module = seeded(lambda: nn.Embedding(8, 4, sparse=True))
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        if stage is not None:
+            sparse = torch.optim.SparseAdam(module.parameters())
+            with pytest.raises(onefold.ConfigError, match=r"SparseAdam[^$]*hint: "):
+                onefold.shard(module, sparse, stage=stage)
+            onefold.shard(module, optimizer, stage=stage)
+        mine = words if stage is None else words.chunk(world_size)[rank]
+        for _ in range(2):
+            module(mine).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return whole(module.weight.detach())
+
+    wanted = run(0, None)
+    for stage in (0, 3):
+        for ours in run_ranks(world_size, run, stage):
+            torch.testing.assert_close(ours, wanted)

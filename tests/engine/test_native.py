@@ -125,6 +125,13 @@ def test_weights_are_rounded_to_the_nearest_ties_to_even(compiled):
     assert torch.equal(bits(flat.weight), bits(param.to(BF16)))
 
 
+@pytest.mark.parametrize("change", [lambda m: m.to(BF16), lambda m: m[:-1]])
+def test_moments_that_the_kernel_would_write_past_are_refused(compiled, change):
+    flat = flats(100)
+    with pytest.raises(TypeError, match="moments"):
+        compiled[0].step(flat._replace(exp_avg_sq=change(flat.exp_avg_sq)), OPTIONS, 3)
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_gradient_that_is_no_number_spoils_its_own_element_alone(compiled, value):
     flat, wanted = flats(100), flats(100)

@@ -332,3 +332,41 @@ def test_lbfgs_resumes_with_its_history_on_any_number_of_ranks(before, after, tm
     wanted = run_ranks(before, run, before, False)[0]
     for ours, theirs in zip(run_ranks(after, run, after, True)[0], wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+class Scaled(nn.Module):
+    """A weight without dimensions, in bfloat16."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.bfloat16))
+        self.shift = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+
+    def forward(self, x):
+        return x.bfloat16() * self.scale + self.shift
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("loads", ["onefold.load", "load_state_dict"])
+def test_loaded_moments_of_a_narrow_number_are_as_wide_as_those_of_rows(
+    world_size, loads, tmp_path
+):
+    """torch's `load_state_dict` narrows them to the parameter; a kernel would write past them."""
+
+    def body(rank):
+        module = Scaled()
+        optimizer = ADAMW(module.parameters())
+        onefold.shard(module, optimizer, stage=1)
+        for number in range(2):
+            module(torch.ones(3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 0 and loads == "load_state_dict":
+                optimizer.load_state_dict(optimizer.state_dict())
+            elif number == 0:
+                onefold.save(tmp_path / "saved", module, optimizer)
+                onefold.load(tmp_path / "saved", module, optimizer)
+        for state in optimizer.state.values():
+            assert {state["exp_avg"].dtype, state["exp_avg_sq"].dtype} == {torch.float32}
+
+    run_ranks(world_size, body)

@@ -77,6 +77,8 @@ class AdamKernel(Kernel):
         this step.
         """
         numel = len(flats.param)
+        if any(t.dtype != torch.float32 or len(t) != numel for t in flats[:3]):
+            raise TypeError("moments are not like the parameter")  # it would write past them
         flats = flats._replace(grad=flats.grad.contiguous())  # the others always are
         numbers = _numbers(options, steps)
         addresses = [flat.data_ptr() for flat in flats]

@@ -15,6 +15,7 @@ float64. A class that it cannot build, or that raises, steps whole parameters.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from onefold.engine.coupled import summed_rows
+from onefold.engine.coupled import Sends, refuse_messages, summed_rows
 from onefold.engine.rules import (
     ClassRule,
     is_moment,
@@ -60,6 +61,7 @@ class Behaviour:
         in_blocks: blocks of offloaded states can be stepped one by one, in the background.
         searches: a step evaluates its closure at other weights than those before the step.
         differentiates: a step takes gradients of gradients, so backward must record a graph.
+        sends: the collective of torch.distributed that a step calls; empty if it calls none.
         moments: names of the states with an element for each of the parameter's, after one step;
             None where no probe has seen them.
     """
@@ -69,6 +71,7 @@ class Behaviour:
     in_blocks: bool = False
     searches: bool = False
     differentiates: bool = False
+    sends: str = ""
     moments: tuple[str, ...] | None = None
 
     def is_flat(self, rest_world: int) -> bool:
@@ -111,6 +114,7 @@ def behaviour_of(optimizer: Optimizer) -> Behaviour:
         in_blocks=all(behaviour.in_blocks for behaviour in groups),
         searches=any(behaviour.searches for behaviour in groups),
         differentiates=any(behaviour.differentiates for behaviour in groups),
+        sends=next((behaviour.sends for behaviour in groups if behaviour.sends), ""),
     )
 
 
@@ -233,12 +237,16 @@ class _Run:
 @lru_cache(maxsize=256)
 def _probed(question: _Question) -> Behaviour | None:
     """Probe a class; None if it raises. The global generator stays as it is."""
-    before = torch.get_rng_state()
+    before, profiler = torch.get_rng_state(), sys.getprofile()
     try:
+        sys.setprofile(refuse_messages)
         return _compare(question, before)
+    except Sends as error:
+        return Behaviour(sends=str(error))
     except Exception as error:  # whatever a class raises on parameters that it is not made for
         return Behaviour(differentiates=True) if "does not have a grad_fn" in str(error) else None
     finally:
+        sys.setprofile(profiler)
         if not torch.equal(before, torch.get_rng_state()):
             torch.set_rng_state(before)
 

@@ -4,15 +4,18 @@ D-Adaptation and Prodigy estimate one learning rate from sums over all elements.
 a tensor class whose sums are those over the rows of all ranks, so the class's own step runs on the
 rows of each rank. It sends a few numbers for each flat group, and keeps no other state.
 
+Classes that call collectives by themselves are found while they are probed (`refuse_messages`).
 LBFGS searches over all parameters. `share_losses` lets ranks that hold whole copies search alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from onefold.errors import StateError
@@ -93,3 +96,17 @@ class EvaluatedClosure:
                 hint="an optimizer that needs one gradient a step, such as AdamW",
             )
         return self._losses.pop()
+
+
+class Sends(BaseException):
+    """A step has called a collective. No class catches it as an exception."""
+
+
+def refuse_messages(frame: FrameType, event: str, _: object) -> None:
+    """Raise `Sends` where a collective is called, before it sends: a profiler of Python calls."""
+    code = frame.f_code
+    if event == "call" and code.co_filename == c10d.__file__ and code.co_name in _COLLECTIVES:
+        raise Sends(code.co_name)
+
+
+_COLLECTIVES = {n for n in dir(c10d) if n.startswith(("all_", "broadcast", "reduce", "gather"))}

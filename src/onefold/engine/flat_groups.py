@@ -343,7 +343,9 @@ def _own_rows(parameter: UnitParameter, name: str, value: object) -> object:
     if shape == parameter.shape and shape != ():
         return parameter.unwrap(value.detach()).to(parameter.unit.stepped.dtype)
     if value.numel() == 1:
-        return local_of(value.detach()).clone()
+        own = local_of(value.detach()).clone()
+        # torch's load_state_dict has narrowed a moment to the dtype of its parameter
+        return own.to(parameter.unit.stepped.dtype) if _is_rows(parameter, name, own) else own
     raise cannot_cut(parameter.fqn, name, parameter.shape, shape)
 
 

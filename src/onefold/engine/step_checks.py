@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 
 from onefold.engine.behaviour import Behaviour, acts_outside, behaviour_of
 from onefold.errors import ConfigError
@@ -55,8 +55,14 @@ def wrapped_by(optimizer: Optimizer) -> str | None:
 
 
 def _check_kind(optimizer: Optimizer) -> None:
-    """Raise `ConfigError` for an optimizer that has another one step its parameters."""
+    """Raise `ConfigError` for one that has another one step its parameters, or steps sparsely."""
     inner, name = wrapped_by(optimizer), type(optimizer).__name__
+    if isinstance(optimizer, SparseAdam):
+        hint = "torch.optim.Adam, which also trains nn.Embedding(sparse=True)"
+        got = f"{name}, which takes sparse ones alone"
+        raise ConfigError(
+            "an optimizer of dense gradients: they are reduced densely", got, hint=hint
+        )
     if inner is not None:
         hint = f"build {name} after onefold.shard(module), or pass it optimizer.{inner} alone"
         got = f"{name}, which wraps {type(getattr(optimizer, inner)).__name__}"
@@ -65,6 +71,8 @@ def _check_kind(optimizer: Optimizer) -> None:
 
 def _why_together(behaviour: Behaviour, held: Sequence[Tensor], *, has_meshes: bool) -> str:
     """Return why an optimizer needs the parameters of all ranks; empty if it does not."""
+    if behaviour.sends:
+        return f"which calls {behaviour.sends} by itself, for ranks that hold whole parameters"
     if behaviour.searches:
         return "which evaluates its closure at other weights"
     if behaviour.kind == "coupled" and (has_meshes or not behaviour.adds):

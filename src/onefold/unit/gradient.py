@@ -264,7 +264,9 @@ class UnitGradient:
                 used = [p for p in parameters if p.partial_grad is not None]
                 self.show_all(take_rows(self.mean_rows(used), used, sources))
             for parameter in parameters:
-                grad, sharded = parameter.partial_grad, parameter.sharded
+                if (grad := parameter.partial_grad) is not None and grad.is_sparse:
+                    parameter.set_partial_grad(grad := grad.to_dense())
+                sharded = parameter.sharded
                 if grad is None or parameter.unsharded is sharded:
                     continue
                 mean = scaled(grad, parameter.local.dtype, sources)
