@@ -259,7 +259,7 @@ def compared_rows(first: RunReport, second: RunReport) -> list[tuple[str, str, f
         hint = "bytes and times of different models do not compare; report each alone"
         raise ConfigError("two runs of one model", got, hint=hint)
     values = [_figures(report) for report in (first, second)]
-    names = list(dict.fromkeys([*values[0], *values[1]]))
+    names = values[0] | values[1]  # those of the first run come first
     return [
         (name, unit, values[0].get((name, unit), 0.0), values[1].get((name, unit), 0.0))
         for name, unit in names
