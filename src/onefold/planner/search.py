@@ -216,13 +216,18 @@ class Search:
             except ConfigError as error:
                 refused = refused or error
                 continue
-            if self.axes.are_used or len(self.kinds) > 1:  # the mesh is not the launcher's hosts
+            if self.axes.are_used or self._mixes_kinds():  # the mesh is not the launcher's hosts
                 recipe = replace(recipe, has_hosts=False)
             if recipe not in tried:
                 tried[recipe] = self._row(wire, recipe, offload, rows)
         if refused is not None and not tried:
             raise refused
         return list(tried.values())
+
+    def _mixes_kinds(self) -> bool:
+        """True if devices differ, not if a cluster names one kind of them twice."""
+        devices = [(kind.room["device"], kind.machine) for kind in self.kinds]
+        return any(device != devices[0] for device in devices)
 
     def _row(self, wire: Candidate, recipe: Recipe, offload: str, rows: int) -> Row:
         trace, composition, mixed = self.trace_of(rows), None, None

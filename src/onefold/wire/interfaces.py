@@ -14,18 +14,13 @@ import struct
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
-
-from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from onefold.errors import ConfigError
 
 GLOO = "GLOO_SOCKET_IFNAME"
 """Environment variable that names the interface on which gloo listens."""
 
-_GLOO: Any = ProcessGroupGloo  # whose stubs lack some names
 _SIOCGIFADDR = 0x8915  # "the address of an interface", in Linux's <linux/sockios.h>
 
 
@@ -122,15 +117,3 @@ def _leads_away(address: str) -> bool:
     """Return False for loopback and for link-local addresses, which every interface has."""
     parsed = ipaddress.ip_address(address)
     return not (parsed.is_loopback or parsed.is_link_local)
-
-
-def gloo_options(timeout: timedelta) -> Any:
-    """Options of gloo groups that share one thread: each thread wakes a hundred times a second."""
-    options = _GLOO._Options()
-    names = os.environ.get(GLOO, "")
-    options._devices = [
-        _GLOO.create_device(interface=name) if name else _GLOO.create_default_device()
-        for name in names.split(",")
-    ]
-    options._timeout, options._threads = timeout, 2 * len(options._devices)
-    return options

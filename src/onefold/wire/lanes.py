@@ -31,7 +31,6 @@ from torch.distributed.distributed_c10d import (
 )
 
 from onefold.errors import WireError
-from onefold.wire.interfaces import gloo_options
 
 CALL = "call"
 """The phase outside of forward and backward: save, load, unsharded, an optimizer's step."""
@@ -129,11 +128,10 @@ class Lanes:
         """
         rank, size = members
         lanes, before = {}, _sockets()
-        options = gloo_options(timeout)
         for connection in (*dict.fromkeys(_CONNECTIONS.values()), AGREEMENT):
             prefix = f"{name}/{connection}"
             try:
-                backend = ProcessGroupGloo(PrefixStore(prefix, store), rank, size, options)
+                backend = ProcessGroupGloo(PrefixStore(prefix, store), rank, size, timeout)
             except RuntimeError as error:
                 raise absent(members, timeout, str(error).splitlines()[0]) from error
             # a wait that ends first can say where every rank is (wire/peers.py)
