@@ -442,12 +442,6 @@ static std::map<uintptr_t, Locked>::iterator locked_at(const void* p) {
   return at < it->first + it->second.nbytes ? it : locked.end();
 }
 static bool is_locked(const void* p) { std::lock_guard<std::mutex> g(locked_m); return locked_at(p) != locked.end(); }
-static bool is_in_use(const void* p) {
-  std::lock_guard<std::mutex> g(locked_m);
-  auto& users = locked_at(p)->second.users;
-  users.erase(std::remove_if(users.begin(), users.end(), [](auto& f) { return f->query(); }), users.end());
-  return !users.empty();
-}
 struct Pinned final : c10::Allocator {
   static void give(void* p) {
     if (!p) return;
@@ -883,8 +877,7 @@ static at::Tensor copy_from(const at::Tensor& src, const at::Tensor& dst, bool n
     learn(q);
     return dst;
   }
-  if (!to_device && b.is_contiguous() && !is_in_use(on_host.const_data_ptr()))  // a copy from here may still be to come
-    memset(b.data_ptr(), 0xFF, b.nbytes());  // whoever reads it too early sees
+  if (!to_device && b.is_contiguous()) memset(b.data_ptr(), 0xFF, b.nbytes());  // whoever reads it too early sees
   q.push(copy);
   auto flag = record(q);
   std::lock_guard<std::mutex> g(locked_m);
