@@ -119,6 +119,8 @@ def _link_rate(device: torch.device) -> float:
     if not is_device:
         return near[0].nbytes / _fastest(lambda: (near[0].copy_(far[0]), far[1].copy_(near[1])))
     streams = [accelerator.new(device) for _ in range(2)]
+    for stream in streams:  # behind the zeros
+        stream.wait_stream(accelerator.current(device))
 
     def both() -> None:
         with streams[0]:

@@ -105,6 +105,7 @@ class CopyStream:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = accelerator.new(device)
+        self._kept: list[Tensor] = []
 
     def __enter__(self) -> None:
         self._stream.wait_stream(accelerator.current(self._stream.device))
@@ -114,8 +115,9 @@ class CopyStream:
         self._stream.__exit__(*error)
 
     def copy(self, into: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """Begin to copy each source; nobody may change or free it before `ended`."""
+        """Begin to copy each source; nobody may change it before the copies have ended."""
         torch._foreach_copy_(list(into), list(sources), non_blocking=True)
+        self._kept += [*into, *sources]
 
     def mark(self) -> Callable[[], None]:
         """Return a function that waits, on the host, for all copies that have begun.
@@ -123,5 +125,22 @@ class CopyStream:
         The host waits at the first use of the weights, while the device computes with others. So
         the sources may be edited, stepped or reused afterwards.
         """
+        kept, self._kept = self._kept, []
         with self._stream:
-            return accelerator.record(self._stream.device).synchronize
+            return _Copies(accelerator.record(self._stream.device), kept).wait
+
+
+class _Copies:
+    """Copies that have begun. Their memory is kept until they have ended, though nobody waits."""
+
+    def __init__(self, event: accelerator.Event, kept: list[Tensor]) -> None:
+        self._event, self._kept = event, kept
+
+    def wait(self) -> None:
+        """Wait, on the host, for all of them."""
+        self._event.synchronize()
+        self._kept = []
+
+    def __del__(self) -> None:
+        if self._kept:  # the model goes while weights of its next use arrive
+            self.wait()

@@ -295,6 +295,8 @@ class StreamCopy:
         """Have the current stream wait for the copy; the host does not wait."""
         then, self._then = self._then, None
         accelerator.wait(self._done, self._owner.device)
+        if accelerator.current(self._owner.device) == self._owner:  # it waits already
+            self._on_device = None
         self.abandon()
         if then is not None:
             then()

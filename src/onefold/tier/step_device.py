@@ -72,9 +72,7 @@ class DeviceStep:
 
     def reserve(self, nbytes: int) -> None:
         """Allocate the blocks of `nbytes` now, so that no step fails for lack of memory."""
-        self._slots.reserve(NUM_STREAMS, nbytes)
-        if self.is_queued:  # kernels that used this memory before must have ended
-            accelerator.synchronize(self._device)
+        self._slots.reserve(NUM_STREAMS, nbytes)  # a block waits for what used this memory before
 
     @contextmanager
     def lend(self, nbytes: int) -> Iterator[Room]:
