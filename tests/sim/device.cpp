@@ -65,6 +65,7 @@ struct Frame {
 static std::mutex places_m;
 static std::map<std::vector<Frame>, int> place_ids;
 static std::vector<const std::vector<Frame>*> places;
+static thread_local bool is_blind = false;  // it asks events, and tells no other thread what it saw
 static thread_local std::string label;  // what the test says that this thread does
 
 static int here() {
@@ -85,6 +86,33 @@ static int here() {
   auto [it, is_new] = place_ids.try_emplace(std::move(found), int(places.size()));
   if (is_new) places.push_back(&it->first);
   return it->second;
+}
+
+// Mutants: lines of the library at which streams wait, or the host does, and one of them that does not.
+static std::mutex sites_m;
+static bool watches_sites = false;
+static std::string mutant;
+static std::map<std::string, int64_t> sites;  // calls by line
+static bool is_mutant() {
+  if (!watches_sites || !Py_IsInitialized()) return false;
+  std::string site;
+  {
+    py::gil_scoped_acquire gil;
+    std::vector<Frame> frames;
+    const int place = here();
+    { std::lock_guard<std::mutex> g(places_m); frames = *places.at(place); }
+    for (auto& f : frames) {
+      const auto file = py::str(py::handle(f.code).attr("co_filename")).cast<std::string>();
+      const auto at = file.rfind("/onefold/");
+      if (at == std::string::npos || file.find("/accelerator.py") != std::string::npos) continue;
+      site = file.substr(at + 9) + ":" + std::to_string(f.line);
+      break;
+    }
+  }
+  if (site.empty()) return false;
+  std::lock_guard<std::mutex> g(sites_m);
+  sites[site]++;
+  return site == mutant;
 }
 
 // Vector clocks. All threads of the host share one: what one has waited for, the others know.
@@ -222,8 +250,39 @@ static void note_wait(const std::string& what) {
   std::lock_guard<std::mutex> g(clocks_m);
   host_waits[{what, place}]++;
 }
-static void learn(const Clock& clock) { std::lock_guard<std::mutex> g(clocks_m); join(host, clock); }
-static void learn(Queue& q) { std::lock_guard<std::mutex> g(clocks_m); join(host, q.clock); }
+
+// Copies to page-locked memory land there when the host has waited for them, or a later kernel reads it:
+// a host that reads before finds NaN, however fast the copy was.
+struct Landing {
+  char* to;
+  std::vector<char> bytes;
+  int stream;
+  uint32_t tick;
+  bool has_run = false, is_awaited = false, has_landed = false;
+};
+static std::mutex landings_m;
+static std::vector<std::shared_ptr<Landing>> landings;
+template <class F>
+static void land_if(F wanted) {
+  std::lock_guard<std::mutex> g(landings_m);
+  for (auto& l : landings)
+    if (wanted(*l) && l->has_run && !l->has_landed) { l->has_landed = true; memcpy(l->to, l->bytes.data(), l->bytes.size()); }
+  landings.erase(std::remove_if(landings.begin(), landings.end(), [](auto& l) { return l->has_landed; }), landings.end());
+}
+static void land(const void* from, size_t n) {
+  const char* at = static_cast<const char*>(from);
+  land_if([&](const Landing& l) { return l.to < at + n && at < l.to + l.bytes.size(); });
+}
+static void learn(const Clock& clock) {
+  Clock known;
+  { std::lock_guard<std::mutex> g(clocks_m); join(host, clock); known = host; }
+  land_if([&](Landing& l) { return l.is_awaited = l.is_awaited || (size_t(l.stream) < known.size() && known[l.stream] >= l.tick); });
+}
+static void learn(Queue& q) {
+  Clock clock;
+  { std::lock_guard<std::mutex> g(clocks_m); clock = q.clock; }
+  learn(clock);
+}
 
 // Queue "set" on a stream; the flag knows what has happened then.
 static FlagPtr record(Queue& q) {
@@ -303,7 +362,7 @@ static Launch describe(std::string name, const Queue& q, int place) {
   return {std::move(name), label, node, q.number, place};
 }
 // Note a launch on a stream: its accesses, and that it happens after all that the host knows.
-static void note(const std::string& name, Queue& q, const std::vector<Range>& ranges, bool counts_too = true) {
+static uint32_t note(const std::string& name, Queue& q, const std::vector<Range>& ranges, bool counts_too = true) {
   const int place = here();
   used_devices |= int64_t(1) << q.device;
   Launch launch = describe(name, q, place);
@@ -314,6 +373,7 @@ static void note(const std::string& name, Queue& q, const std::vector<Range>& ra
   Access own{q.number, ++q.clock[q.number], int(log_.size())};
   log_.push_back(launch);
   if (config.checks) for (auto& r : ranges) touch(r, own, q.clock, launch);
+  return own.tick;
 }
 static void ranges_of(const at::Tensor& t, bool is_write, std::vector<Range>& out) {
   if (!t.defined() || t.numel() == 0 || t.is_meta()) return;
@@ -466,6 +526,7 @@ struct Pinned final : c10::Allocator {
       TORCH_CHECK(posix_memalign(&p, 4096, nbytes) == 0, "no page-locked memory");
       locked[reinterpret_cast<uintptr_t>(p)] = {nbytes, {}};
     }
+    land(p, nbytes);
     memset(p, 0xFF, nbytes);
     std::lock_guard<std::mutex> c(clocks_m);
     forget(reinterpret_cast<uintptr_t>(p), reinterpret_cast<uintptr_t>(p) + nbytes);
@@ -543,23 +604,25 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void destroyEvent(void* e, DeviceIndex) const noexcept override { delete static_cast<Event*>(e); }
   void record(void** e, const Stream& s, DeviceIndex, c10::EventFlag) const override {
     if (!*e) *e = new Event;
+    if (is_mutant()) return;
     auto* event = static_cast<Event*>(*e);
     auto flag = sim::record(of(s));
     std::lock_guard<std::mutex> g(event->m);
     event->flag = flag;
   }
   void block(void* e, const Stream& s) const override {
-    if (e) if (auto flag = static_cast<Event*>(e)->get()) await(of(s), flag);
+    auto flag = e ? static_cast<Event*>(e)->get() : nullptr;
+    if (flag && !is_mutant()) await(of(s), flag);
   }
   bool queryEvent(void* e) const override {
     auto flag = e ? static_cast<Event*>(e)->get() : nullptr;
     if (flag && !flag->query()) return false;
-    if (flag) learn(flag->clock);
+    if (flag && !is_blind) learn(flag->clock);
     return true;
   }
   void synchronizeEvent(void* e) const override {
     auto flag = e ? static_cast<Event*>(e)->get() : nullptr;
-    if (!flag) return;
+    if (!flag || is_mutant()) return;
     note_wait("event.synchronize");
     host_await(flag);
   }
@@ -569,11 +632,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return true;
   }
   void synchronizeStream(const Stream& s) const override {
+    if (is_mutant()) return;
     note_wait("stream.synchronize");
     of(s).drain();
     learn(of(s));
   }
   void synchronizeDevice(DeviceIndex d) const override {
+    if (is_mutant()) return;
     note_wait("device.synchronize");
     std::vector<Queue*> all;
     { std::lock_guard<std::mutex> g(queues_m); all = by_device.at(d < 0 ? device_now : d); }
@@ -857,7 +922,8 @@ static at::Tensor copy_from(const at::Tensor& src, const at::Tensor& dst, bool n
   ranges_of(src, false, ranges);
   ranges_of(dst, true, ranges);
   auto a = view_of_bytes(src), b = view_of_bytes(dst);
-  auto copy = [a, b]() { b.copy_(a); };
+  std::function<void()> copy = [a, b]() { b.copy_(a); };
+  if (!from_device && a.is_non_overlapping_and_dense()) copy = [a, b]() { land(a.const_data_ptr(), a.nbytes()); b.copy_(a); };
   Queue& q = now(on_device.device().index());
   if (to_device && from_device) {
     Queue& other = now(src.device().index());
@@ -868,7 +934,7 @@ static at::Tensor copy_from(const at::Tensor& src, const at::Tensor& dst, bool n
     return dst;
   }
   const std::string name = to_device ? "copy to device" : "copy to host";
-  note(name, q, ranges);
+  const uint32_t tick = note(name, q, ranges);
   const bool pageable = !is_locked(on_host.const_data_ptr());
   if (!non_blocking || pageable) {
     note_wait(name + (non_blocking ? " of pageable memory" : ""));
@@ -877,7 +943,21 @@ static at::Tensor copy_from(const at::Tensor& src, const at::Tensor& dst, bool n
     learn(q);
     return dst;
   }
-  if (!to_device && b.is_contiguous()) memset(b.data_ptr(), 0xFF, b.nbytes());  // whoever reads it too early sees
+  if (!to_device && b.is_contiguous()) {
+    auto landing = std::make_shared<Landing>();
+    landing->to = static_cast<char*>(b.data_ptr());
+    landing->bytes.resize(b.nbytes());
+    landing->stream = q.number;
+    landing->tick = tick;
+    { std::lock_guard<std::mutex> g(landings_m); landings.push_back(landing); }
+    copy = [a, b, landing]() {  // kernels before it may read what was there
+      land(landing->to, landing->bytes.size());
+      memset(landing->to, 0xFF, landing->bytes.size());
+      at::from_blob(landing->bytes.data(), b.sizes(), b.options()).copy_(a);
+      { std::lock_guard<std::mutex> g(landings_m); landing->has_run = true; }
+      land_if([&](const Landing& l) { return &l == landing.get() && l.is_awaited; });
+    };
+  }
   q.push(copy);
   auto flag = record(q);
   std::lock_guard<std::mutex> g(locked_m);
@@ -992,7 +1072,10 @@ struct QueuedWork final : c10d::Work {
       : Work(-1, c10d::OpType::UNKNOWN), flag(std::move(f)), device(device), kept(std::move(kept)), communicator(std::move(c)) {}
   bool isCompleted() override { if (!flag->query()) return false; learn(flag->clock); return true; }
   bool isSuccess() const override { return flag->query() && !communicator->over(); }
-  void synchronize() override { sim::await(now(device), flag); kept.clear(); }
+  void synchronize() override {
+    if (!is_mutant()) sim::await(now(device), flag);
+    kept.clear();
+  }
   // a wait with a limit blocks the host, and ends the communicator when the limit is over
   bool wait(std::chrono::milliseconds limit) override {
     synchronize();
@@ -1264,7 +1347,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("used", [](int d) { return bool(used_devices >> d & 1); });
   m.def("default_generator", [](int d) { return default_generator(DeviceIndex(d)); });
   m.def("label", [](std::string text) { std::swap(label, text); return text; });
+  m.def("blind", [](bool so) { is_blind = so; });
   m.def("reset", [] { std::lock_guard<std::mutex> g(clocks_m); host_waits.clear(); counts.clear(); races.clear(); });
+  m.def("mutate", [](const std::string& site, bool watches) { std::lock_guard<std::mutex> g(sites_m); mutant = site; watches_sites = watches; sites.clear(); });
+  m.def("sites", [] { std::lock_guard<std::mutex> g(sites_m); return sites; });
   m.def("counts", [] { std::lock_guard<std::mutex> g(clocks_m); return counts; });
   m.def("num_launches", [] { std::lock_guard<std::mutex> g(clocks_m); return log_.size(); });
   m.def("launches", [](size_t from) {

@@ -78,6 +78,7 @@ def _register() -> None:
     module.set_rng_state = lambda state, which=None: generator(which).set_state(state)
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     module.Stream, module.Event = torch.Stream, torch.Event
+    module.stream = lambda stream: stream  # torch's streams are contexts
     module.current_stream = torch.accelerator.current_stream
     module.synchronize = torch.accelerator.synchronize
     module.default_generators = tuple(native.default_generator(i) for i in range(8))

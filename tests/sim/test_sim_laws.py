@@ -18,13 +18,14 @@ from onefold import Offload, Wire
 from tests.sim import building
 from tests.sim.device import check
 from tests.sim.ranks import run_sim
-from tests.sim.training import device, step, train_sim
+from tests.sim.training import device, on_device, step, train_sim
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import seeded
 from tests.support.training import Job, Result, assert_close, assert_same_bits, run_job, train_plain
 
 pytestmark = [
     pytest.mark.process,
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.skipif(building.missing() is not None, reason=f"needs {building.missing()}"),
 ]
 
@@ -193,16 +194,17 @@ def save_and_resume(rank: int, folder: str) -> tuple[Result, Result]:
     """All steps at once; and the last ones by another stage, from a checkpoint of the first."""
     work = job()
     whole = train_sim(rank, work, 2, 3)
+    batches = list(map(on_device, work.batches))
     module = seeded(work.build)
     optimizer = work.optimizer(module.parameters())
     onefold.shard(module, optimizer, stage=3)
-    step(module, optimizer, work, work.batches[0], rank, 2)
+    step(module, optimizer, work, batches[0], rank, 2)
     onefold.save(folder, module, optimizer)
     again = seeded(work.build, seed=7)
     optimizer = work.optimizer(again.parameters())
     onefold.shard(again, optimizer, stage=1)
     onefold.load(folder, again, optimizer)
-    losses = [step(again, optimizer, work, batch, rank, 2) for batch in work.batches[1:]]
+    losses = [step(again, optimizer, work, batch, rank, 2) for batch in batches[1:]]
     with onefold.unsharded(again):
         weights = {name: p.detach().cpu().clone() for name, p in again.named_parameters()}
     return whole, Result(torch.stack(losses).cpu(), weights)

@@ -36,7 +36,7 @@ def train_sim(
         options["mesh"] = init_device_mesh("sim", options["mesh"], mesh_dim_names=("node", "rank"))
     onefold.shard(module, optimizer, stage=stage, **options)
     losses = []
-    for batch in job.batches:
+    for batch in list(map(on_device, job.batches)):  # beforehand: the host waits for such copies
         with nullcontext() if around is None else around(module):
             losses.append(step(module, optimizer, job, batch, rank, world_size))
     with onefold.unsharded(module):
@@ -52,7 +52,7 @@ def step(
     micros = cut(batch, job.accumulate)
     for index, micro in enumerate(micros):
         with onefold.accumulate(module) if index + 1 < len(micros) else nullcontext():
-            loss = job.loss(module, on_device(cut(micro, world_size)[rank])) / job.accumulate
+            loss = job.loss(module, cut(micro, world_size)[rank]) / job.accumulate
             loss.backward()
         total += loss.detach().float()
     if job.clip is not None:

@@ -1,0 +1,143 @@
+"""Every line at which a stream or the host waits is needed: without it, the device finds a race.
+
+Nothing is late here: what finds the race are the clocks, so each run finds it.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import onefold
+from onefold import Offload
+from onefold.engine import activations
+from onefold.errors import WireError
+from onefold.tier.accelerator import Fetched
+from onefold.unit.context import TagBoard
+from onefold.wire.watching import DeviceWatch
+from tests.sim import building, device
+from tests.sim.ranks import run_sim
+from tests.sim.training import train_sim
+from tests.support.models import Model, next_token_loss, token_batches
+from tests.support.training import Job
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(building.missing() is not None, reason=f"needs {building.missing()}"),
+]
+
+STEPS = 4  # the host waits in none of the last ones
+Losses = list[float]
+
+
+def trained(rank: int, world_size: int, stage: int, **options: object) -> Losses:
+    work = Job(two_blocks, token_batches(steps=STEPS), next_token_loss, options=options)
+    return train_sim(rank, work, world_size, stage).losses.tolist()
+
+
+def two_blocks() -> torch.nn.Module:
+    return Model(2)
+
+
+def messages(rank: int, world_size: int, folder: str) -> Losses:
+    return trained(rank, world_size, 3) + trained(rank, world_size, 2)
+
+
+def tiers(rank: int, world_size: int, folder: str) -> Losses:
+    weights = Offload(optimizer="cpu", parameters="cpu", step="device")
+    states = Offload(optimizer="cpu", step="cpu")
+    return trained(rank, 1, 3, offload=weights) + trained(rank, 1, 2, offload=states)
+
+
+def dropped(folder: str) -> None:
+    """A forward whose graph goes before what it saved has left the device."""
+    module = two_blocks()
+    tokens = token_batches()[0].to(f"sim:{device.native.current()}")
+    onefold.shard(module, stage=1, offload=Offload(activations="cpu"))
+    loss = next_token_loss(module, tokens)
+    del loss
+
+
+def saved(rank: int, world_size: int, folder: str) -> Losses:
+    activations.Limits = lambda: Limits(least=1, window=0)  # all leave
+    in_memory = trained(rank, 1, 1, offload=Offload(activations="cpu"))
+    dropped(folder)
+    return in_memory + trained(rank, 1, 1, offload=Offload(activations="disk", disk=folder))
+
+
+Limits = activations.Limits
+Scenario = Callable[[int, int, str], Losses]
+
+
+def fate(scenario: Scenario, wanted: Losses, *arguments: object) -> str:
+    """What shows that something is wrong; "" if nothing does."""
+    device.native.reset()
+    differing.clear()
+    try:
+        got = scenario(*arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    finally:
+        gc.collect()
+    if device.native.races():
+        return "a race"
+    if differing:
+        return "other tags"
+    return "" if got == wanted else "other losses"
+
+
+differing: list[WireError] = []
+"""Tags of this rank that were not the expected ones, since the last run began."""
+
+
+def noting(compare: Callable[..., None]) -> Callable[..., None]:
+    """A rank that finds other tags goes on as the others do, which may not have found them."""
+
+    def compare_all(board: TagBoard, fetched: Fetched | None) -> None:
+        try:
+            compare(board, fetched)
+        except WireError as error:
+            differing.append(error)
+
+    return compare_all
+
+
+def unseen(look: Callable[[DeviceWatch], None]) -> Callable[[DeviceWatch], None]:
+    """What the thread of a watch sees, no other thread knows: the clocks of the host are one."""
+
+    def blindly(watch: DeviceWatch) -> None:
+        device.native.blind(True)
+        look(watch)
+
+    return blindly
+
+
+def without_each(rank: int, scenario: Scenario, world_size: int, folder: str) -> dict[str, str]:
+    """The fate of the scenario without each line that waits."""
+    arguments = (rank, world_size, folder)
+    DeviceWatch.look = unseen(DeviceWatch.look)
+    TagBoard._compare = noting(TagBoard._compare)
+    wanted = scenario(*arguments)
+    device.native.mutate("", True)
+    device.check()
+    assert fate(scenario, wanted, *arguments) == "", device.check()
+    fates = {}
+    for site in sorted(device.native.sites()):
+        device.native.mutate(site, True)
+        fates[site] = fate(scenario, wanted, *arguments)
+    device.native.mutate("", False)
+    device.native.reset()
+    return fates
+
+
+@pytest.mark.parametrize(("scenario", "world_size"), [(messages, 2), (tiers, 1), (saved, 1)])
+def test_no_line_that_waits_can_go(scenario, world_size, tmp_path):
+    ranks = run_sim(world_size, without_each, scenario, world_size, str(tmp_path), max_us=0)
+    for fates in ranks:
+        print(fates)
+    for fates in ranks:
+        assert "" not in fates.values(), fates
+        assert len(fates) > 2, "the lines were found"
