@@ -173,6 +173,7 @@ def test_a_run_goes_on_at_any_world_size_and_stage(tmp_path, world, stage):
     """Same bits after loading everywhere; same bits of the continued run at the same world size.
 
     At other world sizes the continued losses agree to 1e-6, looked at where the stage is the same.
+    So do those of stage 0 and of others: clipping at stage 0 sums the norm over whole tensors.
     """
     saved, losses, final = run_ranks(world, save_and_go_on, tmp_path / "a", stage, None)[0]
     for there, other in places_from(world, stage):
@@ -180,7 +181,7 @@ def test_a_run_goes_on_at_any_world_size_and_stage(tmp_path, world, stage):
         for went_on, ended in run_ranks(
             there, load_and_go_on, tmp_path / "a", other, None, goes_on, saved
         ):
-            if there == world:
+            if there == world and (stage == 0) == (other == 0):
                 assert went_on == losses
                 assert_equal_states(ended, final)
             elif goes_on:

@@ -133,7 +133,13 @@ def without_each(rank: int, scenario: Scenario, world_size: int, folder: str) ->
     return fates
 
 
-@pytest.mark.parametrize(("scenario", "world_size"), [(messages, 2), (tiers, 1), (saved, 1)])
+MAY_HANG = pytest.mark.seldom("tests/sim/test_sim_laws.py::test_weights_are_those_of_the_cpu")
+"""Without a wait two ranks may part, and one waits for the other until the limit."""
+
+
+@pytest.mark.parametrize(
+    ("scenario", "world_size"), [pytest.param(messages, 2, marks=MAY_HANG), (tiers, 1), (saved, 1)]
+)
 def test_no_line_that_waits_can_go(scenario, world_size, tmp_path):
     ranks = run_sim(world_size, without_each, scenario, world_size, str(tmp_path), max_us=0)
     for fates in ranks:
