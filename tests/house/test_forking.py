@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from tests.support import forking
-from tests.support.commands import Command
-from tests.support.forking import TASKS, await_ended_threads
+from tests.support.commands import Command, Forked, RankMaker
+from tests.support.forking import HANG_S, TASKS, await_ended_threads
 from tests.support.ranks import run_processes
 
 
@@ -62,6 +65,32 @@ def test_forked_ranks_multiply_right_after_threads_did():
         for thread in threads:
             thread.join()
         run_processes(2, _multiplies)
+
+
+HELD = threading.Lock()
+RANK = """
+import os, sys
+from tests.house.test_forking import HELD
+print(os.getppid() == int(os.environ["LAUNCHER"]), HELD.acquire(timeout=0), flush=True)
+"""
+
+
+def _launches(script: str) -> int:
+    """A launcher, a thread of which holds a lock when it starts a rank."""
+    maker = RankMaker()
+    HELD.acquire()
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "LAUNCHER": str(os.getpid())}
+    rank = Forked(maker.fork([sys.executable, script], env, 1, 2), [script])
+    return rank.wait(60)
+
+
+@pytest.mark.process
+def test_a_rank_is_its_launchers_child_and_has_none_of_its_locks(tmp_path):
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    body = partial(_launches, str(script))
+    done = Command(body, ["launch"], None, HANG_S, forks_ranks=False).end()
+    assert (done.returncode, done.stdout) == (0, "True True\n"), done.stderr
 
 
 def sleep_on() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import sys
+from collections import Counter, defaultdict
 from dataclasses import replace
 from typing import Any
 
@@ -163,6 +165,14 @@ def test_a_unit_that_is_computed_again_has_a_span_for_that():
     assert all(backward.start <= s.start <= s.stop <= backward.stop for s in again)
 
 
+@pytest.fixture
+def nothing_compiled(monkeypatch):
+    """As in a process that has compiled nothing: modules are watched there, not in others."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    if dynamo is not None:
+        monkeypatch.setattr(dynamo, "counters", defaultdict(Counter))
+
+
 class Keeps(nn.Module):
     """A layer whose backward needs one activation of a known length."""
 
@@ -174,7 +184,7 @@ class Keeps(nn.Module):
         return (x * self.weight).exp()  # exp keeps its result
 
 
-def test_activations_that_torch_keeps_are_counted_to_a_few_kilobytes():
+def test_activations_that_torch_keeps_are_counted_to_a_few_kilobytes(nothing_compiled):
     if allocator_probe(torch.device("cpu")) is None:
         pytest.skip("this system's malloc does not tell what it has handed out")
     module = onefold.shard(nn.Sequential(Keeps(), Keeps()), stage=3)
@@ -196,7 +206,7 @@ def test_activations_that_torch_keeps_are_counted_to_a_few_kilobytes():
     assert kept[""] < 65536
 
 
-def test_modules_whose_forward_is_repeated_have_what_remains_of_it_once():
+def test_modules_whose_forward_is_repeated_have_what_remains_of_it_once(nothing_compiled):
     if allocator_probe(torch.device("cpu")) is None:
         pytest.skip("this system's malloc does not tell what it has handed out")
 

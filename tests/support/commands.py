@@ -1,16 +1,18 @@
 """Commands for tests, run in a fork of this process: it has imported what they would import first.
 
-So are the ranks that a command's launcher starts, forks of the launcher: they spend on their work
-what fresh ones spend on imports, three seconds of a core each. Process numbers, parents, sessions,
-environments and signals are those of fresh ones, which a few tests start all the same.
+So are the ranks that a command's launcher starts: they spend on their work what fresh ones spend on
+imports, three seconds of a core each. Process numbers, parents, sessions, environments and signals
+are those of fresh ones, which a few tests start all the same.
 """
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import gc
 import logging
 import os
+import pickle
 import runpy
 import signal
 import socket
@@ -22,7 +24,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
@@ -35,20 +36,14 @@ from tests.support.forking import HANG_S, await_ended_threads
 
 POLL_S = 0.02
 
-MAX_FORKED = 2
-"""Ranks that are forks of their launcher. It has threads that resolve names by the time that it
-forks the third one: on a busy machine such a rank found their lock taken, and never made a store
-(three times in about forty runs of four ranks)."""
+PR_SET_CHILD_SUBREAPER = 36
+"""Of prctl(2): who is orphaned below this process becomes its child."""
 
 
 def onefold(
     *arguments: str, cwd: Path | None = None, timeout_s: float = HANG_S, out: int | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """`onefold *arguments`, up to its end; more ranks than may be forked need no launcher."""
-    ranks = _num_ranks(arguments)
-    if ranks > MAX_FORKED and out is None and arguments[0] in ("train", "check"):
-        body = partial(_main, arguments)
-        return _without_launcher(body, ["onefold", *arguments], ranks, cwd, timeout_s)
+    """`onefold *arguments`, up to its end."""
     return begin(*arguments, cwd=cwd, timeout_s=timeout_s, out=out).end()
 
 
@@ -56,22 +51,14 @@ def begin(
     *arguments: str, cwd: Path | None = None, timeout_s: float = HANG_S, out: int | None = None
 ) -> Command:
     """`onefold *arguments`, which goes on beside the test; `out` is its stdout, else a file."""
-
     body = partial(_main, arguments)
-    forks = _num_ranks(arguments) <= MAX_FORKED
-    return Command(body, ["onefold", *arguments], cwd, timeout_s, forks_ranks=forks, out=out)
+    return Command(body, ["onefold", *arguments], cwd, timeout_s, forks_ranks=True, out=out)
 
 
 def _main(arguments: Sequence[str]) -> Any:
     from onefold.app.cli.main import main
 
     return main(list(arguments))
-
-
-def _num_ranks(arguments: Sequence[str]) -> int:
-    """The value of --ranks; 2 without one."""
-    given = dict(pairwise(arguments)).get("--ranks", "2")
-    return int(given) if given.isdecimal() else 2
 
 
 def torchrun(
@@ -82,9 +69,6 @@ def torchrun(
     forks_ranks: bool = True,
 ) -> subprocess.CompletedProcess[str]:
     """`torchrun` on `ranks` local ranks, one thread each, up to its end."""
-    if forks_ranks and ranks > MAX_FORKED and arguments[0] != "-m":
-        argv = [sys.executable, *arguments]
-        return _without_launcher(partial(_run_python, argv), argv, ranks, cwd, timeout_s)
     argv = ["torchrun", "--standalone", f"--nproc-per-node={ranks}", *arguments]
 
     def body() -> None:
@@ -93,37 +77,7 @@ def torchrun(
         os.environ["OMP_NUM_THREADS"] = "1"
         main(argv[1:])
 
-    forks = forks_ranks and ranks <= MAX_FORKED
-    return Command(body, argv, cwd, timeout_s, forks_ranks=forks).end()
-
-
-def _without_launcher(
-    run: Callable[[], Any], argv: list[str], ranks: int, cwd: Path | None, timeout_s: float
-) -> subprocess.CompletedProcess[str]:
-    """Forks of this process, which has no such threads, with the variables that torchrun sets."""
-    port = free_port()
-    both = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
-
-    def body(rank: int) -> Any:
-        own = {"RANK": rank, "LOCAL_RANK": rank, **both}
-        os.environ |= {name: str(value) for name, value in own.items()}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-        torch.set_num_threads(1)
-        return run()
-
-    begun = [
-        Command(partial(body, rank), argv, cwd, timeout_s, forks_ranks=False)
-        for rank in range(ranks)
-    ]
-    while None in (codes := [command.poll() for command in begun]) and not any(codes):
-        time.sleep(POLL_S)
-    for command in begun:
-        if command.poll() is None:  # another rank has failed
-            os.kill(command.pid, signal.SIGTERM)
-    ended = [command.end() for command in begun]
-    code = next(filter(None, codes), 0)
-    out, err = "".join(each.stdout for each in ended), "".join(each.stderr for each in ended)
-    return subprocess.CompletedProcess(argv, code, out, err)
+    return Command(body, argv, cwd, timeout_s, forks_ranks=forks_ranks).end()
 
 
 def free_port() -> int:
@@ -143,18 +97,23 @@ def script(path: Path, *, timeout_s: float = HANG_S) -> subprocess.CompletedProc
     return Command(body, argv, None, timeout_s, forks_ranks=False).end()
 
 
-class Forked:
-    """A process that this one forked: what torch's launcher asks of a `subprocess.Popen`."""
+def fork(be: Callable[[], None]) -> int:
+    """Fork this process; the new one calls `be`, which does not return. Returns its number."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    await_ended_threads()
+    pid = os.fork()
+    if pid == 0:
+        be()
+    return pid
 
-    def __init__(self, be: Callable[[], None], args: Sequence[str]) -> None:
-        self.args = args
+
+class Forked:
+    """A child of this process: what torch's launcher asks of a `subprocess.Popen`."""
+
+    def __init__(self, pid: int, args: Sequence[str]) -> None:
+        self.pid, self.args = pid, args
         self.returncode: int | None = None
-        sys.stdout.flush()
-        sys.stderr.flush()
-        await_ended_threads()
-        self.pid = os.fork()
-        if self.pid == 0:
-            be()
 
     def poll(self) -> int | None:
         if self.returncode is None:
@@ -185,15 +144,15 @@ class Command(Forked):
 
         def be() -> None:
             signal.setitimer(signal.ITIMER_REAL, timeout_s)
-            if forks_ranks and not torch.cuda.is_available():  # no process shares a GPU by forking
-                elastic.get_subprocess_handler = ForkedRank
             if cwd is not None:
                 os.chdir(cwd)
                 sys.path.insert(0, str(cwd))  # as `python -m` has it
+            if forks_ranks and not torch.cuda.is_available():  # no process shares a GPU by forking
+                elastic.get_subprocess_handler = partial(ForkedRank, RankMaker())
             sys.argv = argv
             _be(body, self._out.fileno() if out is None else out, self._err.fileno())
 
-        super().__init__(be, argv)
+        super().__init__(fork(be), argv)
 
     @property
     def out(self) -> str:
@@ -223,23 +182,78 @@ def _content(file: IO[bytes]) -> str:
     return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode()
 
 
+class RankMaker:
+    """A process of one thread that forks the ranks of this one, a launcher's that has none yet.
+
+    By the time that a launcher starts its ranks it has threads, of torch's store and of the
+    rendezvous. What these hold at that moment, the resolver's lock for one, a rank that is forked
+    from the launcher itself never gets: on a busy machine about one launch in a few hundred hung.
+    """
+
+    def __init__(self) -> None:
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        self._asks, asked = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        launcher = os.getpid()
+        if os.fork() == 0:
+            self._asks.close()
+            os.setsid()  # the launcher's signals are not its own
+            try:
+                while _fork_rank(asked, launcher):
+                    pass
+            finally:
+                os._exit(0)
+        asked.close()
+
+    def fork(self, args: Sequence[str], env: dict[str, str], out: int, err: int) -> int:
+        """Return the number of a rank, a child of this process, that runs `python *args`."""
+        asked = pickle.dumps((args, env, os.getcwd()))
+        socket.send_fds(self._asks, [asked], [out, err])
+        return int(self._asks.recv(16))
+
+
+def _fork_rank(asked: socket.socket, launcher: int) -> bool:
+    """Fork what `RankMaker.fork` asks for; False once the launcher has ended."""
+    message, files, _, _ = socket.recv_fds(asked, 1 << 20, 2)
+    if not message:
+        return False
+    if os.fork() == 0:  # ends at once, so that the rank becomes the launcher's child
+        rank = os.fork()
+        if rank:
+            asked.send(str(rank).encode())
+            os._exit(0)
+        asked.close()
+        while os.getppid() != launcher:
+            time.sleep(POLL_S)
+        _be_rank(*pickle.loads(message), *files)
+    os.wait()
+    for file in files:
+        os.close(file)
+    return True
+
+
+def _be_rank(args: Sequence[str], env: dict[str, str], cwd: str, out: int, err: int) -> None:
+    os.setsid()
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+    logging.disable(logging.NOTSET)
+    if "-P" in args and cwd in sys.path:
+        sys.path.remove(cwd)
+    _be(lambda: _run_python(args), out, err)
+
+
 class ForkedRank(SubprocessHandler):
-    """A rank that is a fork of its launcher."""
+    """A rank that is no fresh process."""
+
+    def __init__(self, maker: RankMaker, *args: Any, **kwargs: Any) -> None:
+        self._maker = maker
+        super().__init__(*args, **kwargs)
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
-        def be() -> None:
-            os.setsid()
-            os.environ.clear()
-            os.environ.update(env)
-            torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
-            logging.disable(logging.NOTSET)
-            if "-P" in args and os.getcwd() in sys.path:
-                sys.path.remove(os.getcwd())
-            out = 1 if self._stdout is None else self._stdout.fileno()
-            err = 2 if self._stderr is None else self._stderr.fileno()
-            _be(lambda: _run_python(args), out, err)
-
-        return Forked(be, args)
+        out = 1 if self._stdout is None else self._stdout.fileno()
+        err = 2 if self._stderr is None else self._stderr.fileno()
+        return Forked(self._maker.fork(args, env, out, err), args)
 
 
 def _run_python(args: Sequence[str]) -> None:
