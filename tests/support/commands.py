@@ -193,12 +193,11 @@ class RankMaker:
     def __init__(self) -> None:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._asks, asked = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        launcher = os.getpid()
         if os.fork() == 0:
             self._asks.close()
             os.setsid()  # the launcher's signals are not its own
             try:
-                while _fork_rank(asked, launcher):
+                while _fork_rank(asked):
                     pass
             finally:
                 os._exit(0)
@@ -211,22 +210,26 @@ class RankMaker:
         return int(self._asks.recv(16))
 
 
-def _fork_rank(asked: socket.socket, launcher: int) -> bool:
+def _fork_rank(asked: socket.socket) -> bool:
     """Fork what `RankMaker.fork` asks for; False once the launcher has ended."""
     message, files, _, _ = socket.recv_fds(asked, 1 << 20, 2)
     if not message:
         return False
+    read, write = os.pipe()
     if os.fork() == 0:  # ends at once, so that the rank becomes the launcher's child
+        parent = os.getpid()
         rank = os.fork()
         if rank:
-            asked.send(str(rank).encode())
+            os.write(write, str(rank).encode())
             os._exit(0)
-        asked.close()
-        while os.getppid() != launcher:
+        for file in (asked.detach(), read, write):
+            os.close(file)
+        while os.getppid() == parent:
             time.sleep(POLL_S)
         _be_rank(*pickle.loads(message), *files)
     os.wait()
-    for file in files:
+    asked.send(os.read(read, 16))
+    for file in (*files, read, write):
         os.close(file)
     return True
 
@@ -279,7 +282,7 @@ def _be(body: Callable[[], Any], out: int, err: int) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.dup2(out, 1)
         os.dup2(err, 2)
-        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
         faulthandler.register(signal.SIGALRM, sys.stderr, chain=True)  # says where it hangs
         warnings.resetwarnings()
         warnings.simplefilter("ignore", DeprecationWarning)
