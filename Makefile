@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # compiled while the package is installed, where there is a C compiler
 KERNELS := $(wildcard src/onefold/wire/kernels/*.[ch]) src/onefold/wire/kernels/compiling.py
 
-.PHONY: train big cluster test again quick full test-torch check docs package format bench
+.PHONY: train big cluster test again quick full test-torch kernels check docs package format bench
 .PHONY: clean
 
 train: $(VENV)/train.done
@@ -55,6 +55,11 @@ test-torch:
 	$(OTHER)/bin/python -m pip install --quiet --constraint $(OTHER)/constraints.txt torch==$(TORCH)
 	$(OTHER)/bin/python -m pip install --quiet --constraint $(OTHER)/constraints.txt --editable '.[dev,hf]'
 	$(OTHER)/bin/python -m pytest --numprocesses 2 --dist worksteal -m "not process" tests/laws
+
+# the bits of the GPU's kernels, by Triton's interpreter: about 300 MB to download, so not in `dev`
+kernels: $(VENV)/dev.done
+	$(PIP) "triton>=3.4,<4"
+	$(BIN)/python -m pytest tests/wire/test_fused.py
 
 check: $(VENV)/dev.done
 	$(BIN)/ruff format --check .

@@ -1,14 +1,21 @@
-"""The comparison on one CUDA device, in one call of less than 8 minutes.
+"""A campaign on one CUDA device, in one call of less than 8 minutes; and its two comparisons.
 
-    python benchmarks/gpu.py
+    python benchmarks/gpu.py                                             eight parts
+    python benchmarks/gpu.py --device cpu --small                        in miniature, without one
+    python benchmarks/gpu.py engines                                     world 1, and 2 over gloo
     python benchmarks/gpu.py offload                                     states in CPU memory
-    python benchmarks/gpu.py --device cpu --sizes tiny --seconds 60      the same path without one
+    python benchmarks/gpu.py engines --device cpu --sizes tiny --seconds 60
     python benchmarks/gpu.py offload --device cpu --sizes tiny
 
-World 1 in fp32 and bf16, and 2 ranks that share the device over gloo, where every message waits for
-streams on both sides: an ordering mistake shows in the losses. Those of every engine are compared
-with a run on the CPU. Rounds interleave the engines as in benchmarks/peers.py; peak bytes are the
-device allocator's. What is finished when the time is up is shown and written to
+The campaign: correctness, host, engines at world 1, offload, inference, kernels, limits, processes.
+Each part has a time and a process of its own (gpu_parts.py); what is finished is written to
+`benchmarks/results/DATE-gpu-campaign.json`, and to a page beside it. Called again, it goes on with
+the parts that are not there yet. One device cannot tell of overlap on links between devices.
+
+With `engines`: world 1 in fp32 and bf16, and 2 ranks that share the device over gloo, where every
+message waits for streams on both sides: an ordering mistake shows in the losses. Those of every
+engine are compared with a run on the CPU. Rounds interleave the engines as in benchmarks/peers.py;
+peak bytes are the device allocator's. What is finished when the time is up is shown and written to
 `benchmarks/results/DATE-gpu.json`; the exit status is 1 if one of our runs failed or disagrees.
 
 With `offload`: one rank in bf16, optimizer states in CPU memory, this library (stepping by the CPU,
@@ -22,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import tempfile
 import time
@@ -57,6 +65,11 @@ OFFLOADED = [
     "fsdp2 cpu",
     "torchao cpu",
 ]
+PARTS = {
+    "correctness": 60, "host": 60, "engines": 90, "offload": 120, "inference": 45, "kernels": 45,
+    "limits": 30, "processes": 10,
+}  # fmt: skip
+"""The parts of the campaign, and the seconds of each: 460 in all."""
 DEFAULT_SIZES = {"engines": "small,large", "offload": "1.3b,7b,2.7b"}  # what matters most, first
 LARGEST_ON_CPU = 100_000_000  # parameters; above, plain torch on the device is the reference
 
@@ -174,12 +187,111 @@ def as_dict(outcome: Outcome) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@dataclass(slots=True)
+class Campaign:
+    """The parts on one device: those that are finished are in a file."""
+
+    path: Path
+    device: str
+    is_small: bool
+
+    def run(self, console: Console) -> bool:
+        """Run the parts that the file lacks; False if one found something wrong."""
+        about = provenance() | {"device": self.device, "is_small": self.is_small}
+        found = json.loads(self.path.read_text()) if self.path.exists() else {}
+        same = all(found.get(key) == about[key] for key in ("commit", "device", "is_small"))
+        parts: dict[str, dict[str, Any]] = found.get("parts", {}) if same else {}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        for name, seconds in PARTS.items():
+            if not parts.get(name, {}).get("rows"):
+                parts[name] = self.part(name, seconds)
+            console.print(f"{name}: {verdict(parts[name])}", markup=False)
+            self.path.write_text(json.dumps(about | {"parts": rounded(parts)}) + "\n")
+            self.path.with_suffix(".md").write_text("\n".join(page(about, parts)) + "\n")
+        return all(verdict(part) == "right" for part in parts.values())
+
+    def part(self, name: str, seconds: float) -> dict[str, Any]:
+        """Run one part in a process of its own; its rows, or why there are none."""
+        here, start = Path(__file__).parent, time.monotonic()
+        words = [str(here / "gpu_parts.py"), name, "--device", self.device]
+        with tempfile.TemporaryDirectory() as folder:
+            if name in DEFAULT_SIZES:
+                sizes = "tiny" if self.is_small else {"offload": "1.3b,7b"}.get(name, "large")
+                words = [str(here / "gpu.py"), name, "--device", self.device, "--sizes", sizes]
+                words += ["--seconds", str(seconds), "--results", folder]
+            elif self.is_small:
+                words.append("--small")
+            try:
+                done = subprocess.run(
+                    [sys.executable, *words], capture_output=True, text=True, timeout=2 * seconds
+                )
+            except subprocess.TimeoutExpired:
+                return {"failed": f"no end within {2 * seconds} s", "seconds": 2.0 * seconds}
+            files = sorted(Path(folder).glob("*.json"))
+            rows = _rows_of(json.loads(files[0].read_text())) if files else _last_line(done.stdout)
+        took = {"seconds": time.monotonic() - start}
+        if rows is None:
+            lines = (done.stdout + done.stderr).strip().splitlines() or ["nothing was said"]
+            return took | {"failed": lines[-1][:300]}
+        return took | {"rows": rows}
+
+
+def _rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row for each engine of a comparison's cases."""
+    rows: list[dict[str, Any]] = []
+    for case in found["cases"]:
+        title = Case(**case["case"]).name
+        for name in case["rounds"][0] if case["rounds"] else ():
+            ranks = [one[name][0] for one in case["rounds"] if name in one]
+            row = {
+                "what": f"{title}: {name}",
+                "step_ms": 1e3 * median(rank["wall_seconds"] for rank in ranks),
+                "device_gb": max(rank["peak_nbytes"] for rank in ranks) / 1e9,
+                "host_gb": max(rank["host_peak_nbytes"] for rank in ranks) / 1e9,
+            }
+            rows.append(row)
+        rows.append({"what": f"{title}: losses", "is_right": case["is_right"]})
+    return rows
+
+
+def _last_line(text: str) -> list[dict[str, Any]] | None:
+    with suppress(ValueError, IndexError):
+        return json.loads(text.strip().splitlines()[-1])
+    return None
+
+
+def verdict(part: dict[str, Any]) -> str:
+    """One line about a part."""
+    if "failed" in part:
+        return part["failed"]
+    wrong = [row["what"] for row in part["rows"] if row.get("is_right") is False]
+    return f"wrong: {', '.join(wrong)}" if wrong else "right"
+
+
+def page(about: dict[str, Any], parts: dict[str, dict[str, Any]]) -> list[str]:
+    """The campaign as a page of Markdown: a table for each part."""
+    lines = [f"# One device: {about['machine']}", "", f"Commit {about['commit']}, {about['date']}."]
+    for name, part in parts.items():
+        lines += ["", f"## {name.capitalize()}", "", f"{verdict(part)}; {part['seconds']:.0f} s."]
+        rows = part.get("rows", [])
+        columns = list(dict.fromkeys(key for row in rows for key in row if key != "what"))
+        if rows:
+            lines += ["", f"| what | {' | '.join(columns)} |", "| --- " * (1 + len(columns)) + "|"]
+        for row in rows:
+            cells = [row.get(key, "") for key in columns]
+            told = [f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells]
+            lines.append(f"| {row['what']} | {' | '.join(told)} |")
+    return lines
+
+
 def main() -> int:
     """Run what fits into the time."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", nargs="?", default="engines", choices=list(DEFAULT_SIZES))
+    whats = ["campaign", *DEFAULT_SIZES]
+    parser.add_argument("what", nargs="?", default="campaign", choices=whats)
+    parser.add_argument("--small", action="store_true", help="the campaign in miniature")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--sizes", help=f"of {', '.join(SIZES)}")
     parser.add_argument("--seconds", type=float, default=420.0)
@@ -189,6 +301,9 @@ def main() -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         console.print("no CUDA device here: nothing was measured")
         return 2
+    if options.what == "campaign":
+        path = options.results / f"{date.today().isoformat()}-gpu-campaign.json"
+        return int(not Campaign(path, options.device, options.small).run(console))
     sizes = (options.sizes or DEFAULT_SIZES[options.what]).split(",")
     unknown = set(sizes) - set(SIZES)
     if unknown:

@@ -95,8 +95,9 @@ class Recipe:
     """One way to train a module, resolved: it names no default and no "auto" that is still open.
 
     `local_world_size`: ranks of a host; where the mesh `has_axes` (nodes, ranks of a node), of a
-    node. `num_moments`: optimizer states per element. `shares`: one weight per rank that holds one
-    copy of the states; None: all ranks hold the same. `inference`: None where the module trains.
+    node. `has_hosts`: an accelerator's ranks on several hosts, equally many on each.
+    `num_moments`: optimizer states per element. `shares`: one weight per rank that holds one copy
+    of the states; None: all ranks hold the same. `inference`: None where the module trains.
     `units`: empty where no module is known.
     """
 
@@ -104,6 +105,7 @@ class Recipe:
     world_size: int = 1
     local_world_size: int = 1
     has_axes: bool = False
+    has_hosts: bool = False
     precision: Precision = field(default_factory=Precision)
     offload: Offload = field(default_factory=Offload)
     wire: Wire = field(default_factory=Wire)
@@ -114,7 +116,7 @@ class Recipe:
     units: tuple[UnitRecipe, ...] = ()
 
     def __post_init__(self) -> None:
-        node = self.local_world_size if self.has_axes else 1
+        node = self.local_world_size if self.has_axes or self.has_hosts else 1
         if min(self.world_size, self.local_world_size) < 1 or self.world_size % node:
             got = f"{self.world_size} ranks on nodes of {self.local_world_size}"
             hint = "world_size is the ranks of all nodes"
@@ -204,6 +206,15 @@ class Recipe:
         return self.is_sharded and self.has_axes and not self.are_replicas
 
     @property
+    def reduces_in_hops(self) -> bool:
+        """True if gradients are summed inside a node before they cross to others.
+
+        Over several hosts that is the default of an accelerator: a message from each rank to each
+        would cross once for every rank of a host. Weights cross once anyway.
+        """
+        return self.has_hops or (self.has_hosts and not self.has_axes and self.shares is None)
+
+    @property
     def keeps_weights(self) -> bool:
         """True if a secondary shard of weights rests inside the node (stage 3)."""
         return self.shards_parameters and bool(self._kept)
@@ -218,9 +229,14 @@ class Recipe:
         return self.wire.kept if self.has_hops else ""
 
     @property
-    def collective_suffix(self) -> str:
-        """The suffix of the names of collectives that do not leave the node, in a report."""
+    def gather_suffix(self) -> str:
+        """The suffix of a gather's name in a report, if it does not leave the node."""
         return " inside" if self.is_sharded and self.has_axes else ""
+
+    @property
+    def reduce_suffix(self) -> str:
+        """The suffix of a reduction's name in a report, if it does not leave the node."""
+        return " inside" if self.reduces_in_hops or self.are_replicas else ""
 
     # values
 
@@ -231,8 +247,9 @@ class Recipe:
         near = max(1, self.local_world_size * ranks // self.world_size)  # the axis lies in nodes
         wire = Wire() if self.has_axes else self.wire
         return replace(
-            self, world_size=ranks, local_world_size=near, has_axes=False, wire=wire, shares=None
-        )
+            self, world_size=ranks, local_world_size=near, has_axes=False, has_hosts=False,
+            wire=wire, shares=None,
+        )  # fmt: skip
 
     def offloaded_units(self, numels: Sequence[int]) -> tuple[bool, ...]:
         """Which of some units' states leave the device; all of them while the share is "auto"."""

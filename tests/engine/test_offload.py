@@ -70,7 +70,8 @@ def batches(steps: int, seed: int = 1) -> list[Tensor]:
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks for each unit, as of large models."""
-    monkeypatch.setattr(blocks, "BLOCK_NUMEL", GRAIN_NUMEL)
+    for name in ("BLOCK_NUMEL", "LINK_BLOCK_NUMEL"):
+        monkeypatch.setattr(blocks, name, GRAIN_NUMEL)
 
 
 @dataclass

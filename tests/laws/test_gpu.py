@@ -53,7 +53,8 @@ def test_a_gpu_computes_the_losses_of_the_cpu(stage, precision, relative):
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_states_streamed_to_a_gpu_have_the_bits_of_states_that_rest_there(precision, monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCK_NUMEL", GRAIN_NUMEL)  # several blocks for each unit
+    for name in ("BLOCK_NUMEL", "LINK_BLOCK_NUMEL"):  # several blocks for each unit
+        monkeypatch.setattr(blocks, name, GRAIN_NUMEL)
     wanted = losses(2, precision)
     streamed = onefold.Offload(optimizer="cpu", step="device")
     assert torch.equal(losses(2, precision, streamed), wanted)

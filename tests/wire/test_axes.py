@@ -168,7 +168,7 @@ def test_a_preset_takes_the_hosts_of_the_launcher_for_nodes(local, axes, monkeyp
                 onefold.shard(seeded(Model), wire="zero++")
             return None
         module = onefold.shard(seeded(Model), wire="zero++")
-        hops = engine_of(module).context.routes.hops
+        hops = engine_of(module).context.routes.reduce_hops
         return None if hops is None else (hops.axes.nodes, hops.axes.local_world_size)
 
     assert run_ranks(4, body) == [axes or None] * 4

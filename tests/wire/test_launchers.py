@@ -211,7 +211,7 @@ def test_without_local_world_size_hosts_are_told_apart_by_name(environment, monk
 
     def body(rank):
         module = onefold.shard(seeded(Model), wire="zero++")
-        axes = engine_of(module).context.routes.hops.axes
+        axes = engine_of(module).context.routes.reduce_hops.axes
         return axes.nodes, axes.local_world_size, local_place(engine_of(module).context.everyone)
 
     assert run_ranks(4, body) == [(2, 2, (rank % 2, 2)) for rank in range(4)]

@@ -100,15 +100,18 @@ class Routing:
         bounds, ranks = axis.bounds, axis.group.world_size
         flat = index.reshape(-1)
         self._order = flat.argsort(stable=True)  # pairs of token and choice, by expert
-        counts = flat.bincount(minlength=bounds[-1])
+        # a device's own bincount would look for the largest number, and the host wait for it
+        counts = flat.new_zeros(bounds[-1]).scatter_add_(0, flat, torch.ones_like(flat))
         lengths = [stop - start for start, stop in pairwise(bounds)]
         mine = len(axis.own)
         (theirs,) = _exchange(axis, lengths, [mine] * ranks, counts)
-        self.sent = [int(part.sum()) for part in counts.cpu().split(lengths)]
-        table = theirs.cpu().view(ranks, mine)  # by sender, tokens of each own expert
-        self.received: list[int] = table.sum(1).tolist()
-        experts = torch.arange(mine).repeat(ranks)
-        self.experts = experts.repeat_interleave(table.reshape(-1)).to(index.device)
+        numbers = accelerator.Fetched(torch.cat([counts, theirs])).read()  # the only wait
+        own, table = numbers[: bounds[-1]], numbers[bounds[-1] :].view(ranks, mine)
+        self.sent = [int(part.sum()) for part in own.split(lengths)]
+        self.received: list[int] = table.sum(1).tolist()  # `table`: by sender, of each own expert
+        self.of_experts: list[int] = table.sum(0).tolist()
+        experts = torch.arange(mine, device=index.device).repeat(ranks)
+        self.experts = experts.repeat_interleave(theirs, output_size=sum(self.received))
         """int64 [received rows]: the expert of each, counted from this rank's first."""
         self._there = partial(_exchange, axis, self.sent, self.received)
         self._back = partial(_exchange, axis, self.received, self.sent)
@@ -196,12 +199,12 @@ class ExpertParallel(nn.Module):
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         index = top_k_index.reshape(len(tokens), top_k_index.shape[-1])
         routing = Routing(index, self.axis)
-        rows, experts = routing.dispatch(tokens), routing.experts
+        rows, experts, counts = routing.dispatch(tokens), routing.experts, routing.of_experts
         num_rows = len(rows)
         if num_rows == 0:  # a row of zeros: parameters then have gradients, of zeros
             rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
-            experts = experts.new_zeros(1)
-        outputs = self._compute(rows, experts)[:num_rows]
+            experts, counts = experts.new_zeros(1), [1, *counts[1:]]
+        outputs = self._compute(rows, experts, counts)[:num_rows]
         mixed = routing.combine(outputs, top_k_weights)
         return mixed.to(hidden_states.dtype).view(hidden_states.shape)
 
@@ -209,8 +212,8 @@ class ExpertParallel(nn.Module):
         """Let `onefold.shard` watch the waits of this axis: an error says where every rank is."""
         self.axis = replace(self.axis, group=group, label=f"exchange of tokens of {name!r}")
 
-    def _compute(self, rows: Tensor, experts: Tensor) -> Tensor:
-        """Return the output [n, width] of the expert of each row."""
+    def _compute(self, rows: Tensor, experts: Tensor, counts: list[int]) -> Tensor:
+        """Return the output [n, width] of the expert of each row; `counts`: rows of each expert."""
         (inner,) = self._hidden
         inner.train(self.training)
         if self.stacked is None:
@@ -219,7 +222,6 @@ class ExpertParallel(nn.Module):
             return functional_call(inner, shown, arguments)
         stacked = {name: _local(p) for name, p in self.stacked.named_parameters()}
         order = experts.argsort(stable=True)
-        counts = experts.bincount(minlength=len(self.own_experts)).tolist()
         parts = [
             functional_call(inner, {name: p[at] for name, p in stacked.items()}, (part,))
             for at, part in enumerate(rows[order].split(counts))

@@ -264,11 +264,25 @@ def _settle_stepper(task: _Task, settled: Resolved) -> Resolved:
 
 
 def _settle_axes(_: _Task, settled: Resolved) -> Resolved:
-    """Take the hosts of the launcher for nodes, where the wire tells nodes apart."""
+    """Take the hosts of the launcher for nodes, where the wire tells nodes apart.
+
+    An accelerator's gradients cross between hosts in a hop of their own, without being asked.
+    """
     recipe, ranks = settled.recipe, settled.ranks
     if not recipe.wire.is_plain:
         ranks = meet(two_axes_of_launcher(ranks, settled.device))
-    return replace(settled, recipe=_on_ranks(recipe, ranks), ranks=ranks)
+    recipe = _on_ranks(recipe, ranks)
+    if ranks.axes is None and recipe.inference is None and sends_itself(ranks, settled.device):
+        ranks = meet(two_axes_of_launcher(ranks, settled.device, is_asked=False))
+        if ranks.axes is not None:
+            near = ranks.axes.local_world_size
+            recipe = replace(recipe, has_hosts=True, local_world_size=near)
+    return replace(settled, recipe=recipe, ranks=ranks)
+
+
+def sends_itself(ranks: Ranks, device: torch.device) -> bool:
+    """True if the device sends messages itself (NCCL): several hosts are then worth two hops."""
+    return device.type != "cpu" and ranks.everyone.is_nccl
 
 
 def _settle_stage(task: _Task, settled: Resolved) -> Resolved:

@@ -28,12 +28,17 @@ class Links:
     reduce: torch.dtype
     divisor: int = 0  # of sums of gradients; 0: the ranks that a transport joins
     loops: bool = False  # a rank alone sends to itself: a test of a backend on one device
+    packs: bool = False
+    """Each message of a unit is one flat copy of its regions, in place of a group of collectives
+    over regions as they lie. A group saves two copies of all bytes, and uneven pieces need no
+    padding (pytorch issue 153673, torchcomms 398). It is the default; neither was measured here."""
 
     def transport(self, group: Group, codec: str = EXACT, where: str = "") -> Transport:
         """Make a transport between the ranks of a group, exact or quantized."""
         if group.world_size == 1 and not self.loops:
             return LocalTransport(group)
         is_device = self.device.type != "cpu"
+        group = replace(group, packs=self.packs)
         native = is_device and group.is_nccl
         exchange = Exchange(
             group,
@@ -52,7 +57,11 @@ class Links:
 def routes_of(recipe: Recipe, ranks: Ranks, links: Links) -> Routes:
     """Make the transports of a recipe."""
     wire = recipe.wire
-    if ranks.inside is None or ranks.between is None or not recipe.is_sharded:
+    if (
+        ranks.inside is None
+        or ranks.between is None
+        or not recipe.reduces_in_hops | recipe.are_replicas
+    ):
         return _one_axis(wire, ranks.everyone, ranks.everyone, links)
     if recipe.are_replicas:
         inner = Wire(wire.weights_inside, wire.gradients_inside)
@@ -79,22 +88,25 @@ def _one_axis(wire: Wire, everyone: Group, group: Group, links: Links) -> Routes
 
 
 def _two_hops(recipe: Recipe, ranks: Ranks, links: Links) -> Routes:
+    """Gradients take two hops, and weights too on a mesh of two axes."""
     inside, between, axes, wire = ranks.inside, ranks.between, ranks.axes, recipe.wire
     assert inside is not None, "checked by the caller"
     assert between is not None, "checked by the caller"
     assert axes is not None, "there are two axes where there are two groups"
     exact = links.transport(ranks.everyone)
-    hops = Hops(
-        axes=axes,
-        gather_between=links.transport(between, wire.weights_between, "between"),
-        gather_inside=links.transport(inside, wire.weights_inside, "inside"),
-        reduce_inside=links.transport(inside, wire.gradients_inside, "inside"),
-        reduce_between=links.transport(between, wire.gradients_between, "between"),
-        keeps_weights=recipe.keeps_weights,
-        keeps_gradients=recipe.keeps_sums,
+    gathers, reduces = (
+        Hops(
+            axes, links.transport(inside, near, "inside"), links.transport(between, far, "between")
+        )
+        for near, far in (
+            (wire.weights_inside, wire.weights_between),
+            (wire.gradients_inside, wire.gradients_between),
+        )
     )
     return Routes(
-        group=ranks.everyone, transport=exact, gather=exact, reduce=exact, hops=hops,
+        group=ranks.everyone, transport=exact, gather=exact, reduce=exact,
+        gather_hops=gathers if recipe.has_hops else None, reduce_hops=reduces,
+        keeps_weights=recipe.keeps_weights,
         sends_differences=wire.weights_between.endswith(DIFFERENCE),
         feeds_back=wire.feedback,
     )  # fmt: skip

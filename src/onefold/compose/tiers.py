@@ -214,9 +214,9 @@ def _build(
     is_far = any(tier.is_far for tier in stores.values())
     num_near = max(1, len(cores) - 1)  # and whoever waits
     num_steppers = max(num_near, NUM_DISK_STEPPERS) if is_far else num_near
-    step_device: StepDevice = HostStep(slots)
+    step_device: StepDevice = HostStep(slots, store.device)
     if offload.step == "device":
-        step_device, num_steppers = DeviceStep(store.device, ledger), NUM_STREAMS - 1
+        step_device, num_steppers = DeviceStep(store.device, ledger), NUM_STREAMS
     return Tiers(
         weight=stores[offload.parameters],
         state=stores[offload.optimizer],

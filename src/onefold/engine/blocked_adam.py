@@ -47,6 +47,9 @@ def frozen(value: Any) -> Any:
 class BlockedAdam:
     """The update of one parameter group, as `torch.optim.Adam` or `AdamW` does it."""
 
+    takes_numbers_near = True
+    """True if the states that are one number lie with the weights, as kernels read them."""
+
     def __init__(self, group: dict[str, Any], *, is_decoupled: bool) -> None:
         beta1, beta2 = group["betas"]
         self._scratch = threading.local()  # several workers may step blocks

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from threading import get_ident
 
 import torch
 from torch import Tensor
@@ -22,16 +23,45 @@ from torch import Tensor
 from onefold.engine.rules import Rule, State
 from onefold.errors import TierError
 from onefold.layout.observer import Observer, Stream, watched
+from onefold.layout.rows import round_up
 from onefold.tier import accelerator
 from onefold.tier.slots import Room
-from onefold.tier.step_device import StepDevice
-from onefold.tier.store import whole_pages
+from onefold.tier.step_device import DeviceStep, StepDevice
+from onefold.tier.store import GRAIN_NUMEL, whole_pages
 from onefold.tier.workers import Task, one_thread
 from onefold.unit.buffer import Buffer
 from onefold.unit.unit import Unit
 
 BLOCK_NUMEL = 1024 * 1024
 """Elements of a block: 4 MiB requests in fp32, which reach the disk's rate with few at a time."""
+
+LINK_BLOCK_NUMEL = 16 * 1024 * 1024
+"""Elements of a block that crosses a link to an accelerator: launches and waits of the host take
+less time than its copies, in tests/engine/test_link.py."""
+
+
+def block_numel(numel: int, *, is_queued: bool, num_threads: int = 1) -> int:
+    """Elements of each block of a unit with `numel` on this rank, but the last.
+
+    Blocks that cross a link are about equal, and as many as threads that take them, if they are not
+    smaller than other blocks then.
+    """
+    if not is_queued:
+        return BLOCK_NUMEL
+    most = max(BLOCK_NUMEL, min(LINK_BLOCK_NUMEL, -(-numel // num_threads)))
+    num_blocks = -(-numel // most)
+    return round_up(-(-numel // max(1, num_blocks)), GRAIN_NUMEL)
+
+
+def _of_unit(unit: Unit) -> int:
+    tiers = unit.context.tiers
+    is_far = tiers.weight.is_far or tiers.state.is_far
+    device, threads = tiers.step_device, tiers.steppers.num_threads + 1
+    return block_numel(
+        len(unit.weight.tensor),
+        is_queued=device.is_queued and not is_far,
+        num_threads=1 if isinstance(device, DeviceStep) else threads,
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +76,7 @@ class Segment:
     is_new: bool  # stepped for the first time: the rule makes the states
     owner: Buffer | None  # of the gradient's bytes; its bytes are counted until the step is over
     before: State = field(init=False)  # the numbers, as each block finds them
+    has_stepped_numbers: bool = False  # on the host; the blocks keep none
 
     def __post_init__(self) -> None:
         numbers = [name for name in self.state if name not in self.moments]
@@ -59,7 +90,9 @@ class Segment:
         """Return all states of some elements before the step, from their moments."""
         if self.is_new:
             return self.rule.start(state)
-        return state | {name: _copied(value, device) for name, value in self.before.items()}
+        if not self.rule.takes_numbers_near:
+            device = torch.device("cpu")
+        return state | {name: _on(device, value) for name, value in self.before.items()}
 
     def keep_number(self, name: str, value: object) -> None:
         """Keep a stepped number, the same for all elements. Numbers rest on the CPU."""
@@ -70,7 +103,8 @@ class Segment:
             self.state[name] = _copied(value, torch.device("cpu"))
 
     def step_numbers(self, dtype: torch.dtype) -> None:
-        """Step no element: this rank has no rows, and its numbers follow those of other ranks."""
+        """Step no element, but the numbers: they are the same for all elements, and for none."""
+        self.has_stepped_numbers = True
         rows = torch.empty(0, dtype=dtype)
         state = self.begin(dict.fromkeys(self.moments, rows), rows.device)
         self.rule.step(rows, rows, rows, state)
@@ -92,18 +126,21 @@ class UnitStep:
         if unit.master is not None:
             self.buffers.append(unit.weight)
         self._unit, self._where = unit.name, unit.context.where
-        self._ready: accelerator.Event | None = None  # gradients exist, weights may be changed
+        self.ready: accelerator.Event | None = None  # gradients exist, weights may be changed
         device = unit.context.store.device
         if device.type != "cpu":
-            self._ready = accelerator.record(device)
+            self.ready = accelerator.record(device)
         ordered = sorted(segments, key=lambda segment: segment.start)
-        for segment in ordered:
-            if segment.start == segment.stop:
+        is_remote = unit.context.tiers.step_device.is_queued
+        for segment in ordered:  # a device would have to be waited for
+            if segment.start == segment.stop or is_remote:
                 segment.step_numbers(self.stepped.tensor.dtype)
         self._tasks: list[Task] = []
-        numel = len(unit.weight.tensor)
-        for start in range(0, numel, BLOCK_NUMEL):
-            stop = min(start + BLOCK_NUMEL, numel)
+        # behind what blocks of a thread have changed, by its number
+        self.leaving: dict[int, accelerator.Event] = {}
+        numel, block_numel = len(unit.weight.tensor), _of_unit(unit)
+        for start in range(0, numel, block_numel):
+            stop = min(start + block_numel, numel)
             inside = [s for s in ordered if s.start < stop and start < s.stop]
             if inside:
                 block = _StepBlock(self, unit, start, stop, inside)
@@ -111,7 +148,8 @@ class UnitStep:
 
     def is_completed(self) -> bool:
         """See `ticket.Work`."""
-        return all(task.is_completed() for task in self._tasks)
+        is_over = all(task.is_completed() for task in self._tasks)
+        return is_over and all(event.query() for event in list(self.leaving.values()))
 
     def wait(self) -> None:
         """Return when every block is stepped and back in its tier; raise the first error."""
@@ -120,6 +158,8 @@ class UnitStep:
                 task.run()
         for task in self._tasks:
             task.finish()
+        for event in list(self.leaving.values()):
+            event.synchronize()
         for task in self._tasks:
             if isinstance(task.error, TierError):
                 raise task.error
@@ -130,11 +170,6 @@ class UnitStep:
                     where=self._where,
                     hint="load the last checkpoint with onefold.load",
                 ) from task.error
-
-    def await_device(self) -> None:
-        """Wait until the device has finished all work queued before the step began."""
-        if self._ready is not None:
-            self._ready.synchronize()
 
 
 class _StepBlock:
@@ -151,27 +186,42 @@ class _StepBlock:
 
     def run(self) -> None:
         step, device, numel = self._step, self._device, self._stop - self._start
-        step.await_device()
-        nbytes = [_staged_nbytes(buffer, numel, device) for buffer in step.buffers]
+        tensors = [(buffer.tensor.dtype, _is_staged(buffer, device)) for buffer in step.buffers]
+        grad = self._segments[0].grad
+        tensors.append((grad.dtype, not device.is_at(grad, self._unit.context.store.name)))
+        nbytes = [whole_pages(numel * dtype.itemsize) * stays for dtype, stays in tensors]
         watching = watched(self._observer, Stream.BACKGROUND, "step", self._unit.name)
         lending = device.lend(sum(nbytes)) if any(nbytes) else nullcontext()
-        with watching, device.working(), lending as slot:
-            self._run([*_parts(slot, step.buffers, nbytes, numel)])
+        with watching, lending as slot, device.working(step.ready):
+            *parts, grads = _parts(slot, [dtype for dtype, _ in tensors], nbytes, numel)
+            near = self._bring_all(parts)
+            if grads is not None:
+                for segment in self._segments:
+                    self._take_grad(segment, grads)
+            device.arrived()
+            self._run(near, grads)
+            for buffer, part in zip(step.buffers, parts, strict=True):
+                if part is not None:
+                    self._take_back(buffer, part)
+            event = device.leave(slot)
+            if event is not None:
+                step.leaving[get_ident()] = event
 
-    def _run(self, parts: list[Tensor | None]) -> None:
+    def _bring_all(self, parts: Sequence[Tensor | None]) -> list[Tensor]:
         step, is_covered = self._step, self._is_covered()
         is_first = is_covered and all(segment.is_new for segment in self._segments)
         is_read = [True, *[not is_first for _ in step.moments], not is_covered]
-        near = [
+        return [
             self._bring(buffer, part, is_read=reads)
             for buffer, part, reads in zip(step.buffers, parts, is_read, strict=False)
         ]
+
+    def _run(self, near: list[Tensor], grads: Tensor | None) -> None:
+        step = self._step
         moments = dict(zip(step.moments, near[1:], strict=False))
-        weight = near[-1] if self._unit.master is not None else near[0]
+        weight = near[-1] if len(near) > 1 + len(moments) else near[0]
         for segment in self._segments:
-            self._step_segment(segment, near[0], weight, moments)
-        for buffer, tensor in zip(step.buffers, near, strict=True):
-            self._take_back(buffer, tensor)
+            self._step_segment(segment, near[0], weight, moments, grads)
 
     def _is_covered(self) -> bool:
         """True if every element of the block is stepped."""
@@ -182,23 +232,35 @@ class _StepBlock:
             at = max(at, segment.stop)
         return at >= self._stop
 
-    def _step_segment(
-        self, segment: Segment, stepped: Tensor, weight: Tensor, moments: dict[str, Tensor]
-    ) -> None:
+    def _part_of(self, segment: Segment) -> tuple[slice, Tensor]:
+        """Return where the block steps a segment, and the gradient by which it does."""
         first, last = max(self._start, segment.start), min(self._stop, segment.stop)
         here = slice(first - self._start, last - self._start)
-        grad = segment.grad[first - segment.start : last - segment.start]
+        return here, segment.grad[first - segment.start : last - segment.start]
+
+    def _take_grad(self, segment: Segment, grads: Tensor) -> None:
+        """Begin to copy a segment's gradient into its part of a slot."""
+        here, grad = self._part_of(segment)
+        grads[here].copy_(grad, non_blocking=self._device.is_queued)
+
+    def _step_segment(
+        self, segment: Segment, stepped: Tensor, weight: Tensor, moments: dict[str, Tensor],
+        grads: Tensor | None,
+    ) -> None:  # fmt: skip
+        here, grad = self._part_of(segment)
+        if grads is not None:
+            grad = grads[here]
         state: State = {name: moments[name][here] for name in segment.moments}
         state = segment.begin(state, stepped.device)
         own = stepped[here]
         rounded = own if weight is stepped else weight[here]
-        segment.rule.step(own, grad.to(own.device), rounded, state)
+        segment.rule.step(own, grad, rounded, state)
         for name, value in state.items():
             if name in segment.moments:
                 moment = moments[name][here]
                 if moment.data_ptr() != value.data_ptr():
                     moment.copy_(value)
-            elif first == segment.start:
+            elif not segment.has_stepped_numbers and self._start <= segment.start:
                 segment.keep_number(name, value)
 
     def _bring(self, buffer: Buffer, near: Tensor | None, *, is_read: bool) -> Tensor:
@@ -207,8 +269,8 @@ class _StepBlock:
         if near is None:
             return resting
         if not is_read:
-            return near.zero_()
-        with self._moves("fetch", near):
+            return near if buffer is self._unit.weight else near.zero_()
+        with self._moves("fetch", buffer, near):
             if buffer.far is not None:
                 buffer.far.fetch(self._start, near)
             else:
@@ -216,18 +278,16 @@ class _StepBlock:
         return near
 
     def _take_back(self, buffer: Buffer, near: Tensor) -> None:
-        if buffer.far is not None:
-            with self._moves("flush", near):
+        with self._moves("flush", buffer, near):
+            if buffer.far is not None:
                 buffer.far.flush(self._start, near)
-            return
-        resting = buffer.tensor.data[self._start : self._stop]
-        if resting.data_ptr() != near.data_ptr():
-            with self._moves("flush", near):
+            else:
+                resting = buffer.tensor.data[self._start : self._stop]
                 resting.copy_(near, non_blocking=self._device.is_queued)
 
-    def _moves(self, verb: str, near: Tensor) -> AbstractContextManager[None]:
-        if self._device.is_queued:  # the host cannot see when the copy runs
-            return nullcontext()
+    def _moves(self, verb: str, buffer: Buffer, near: Tensor) -> AbstractContextManager[None]:
+        if self._device.is_queued and buffer.far is None:
+            return nullcontext()  # the host cannot see when the copy runs
         return watched(self._observer, Stream.TIER, verb, self._unit.name, near.nbytes)
 
     @property
@@ -237,25 +297,24 @@ class _StepBlock:
 
 def reserve_slots(unit: Unit) -> None:
     """Allocate the slots that blocks of the unit will need, once its moments exist."""
-    device, numel = unit.context.tiers.step_device, min(BLOCK_NUMEL, len(unit.weight.tensor))
+    device, numel = unit.context.tiers.step_device, min(_of_unit(unit), len(unit.weight.tensor))
     buffers = [unit.weight, *unit.moments.values(), *([unit.master] if unit.master else [])]
-    device.reserve(sum(_staged_nbytes(buffer, numel, device) for buffer in buffers))
+    staged = [buffer.tensor for buffer in buffers if _is_staged(buffer, device)]
+    device.reserve(sum(whole_pages(numel * tensor.itemsize) for tensor in staged))
 
 
-def _staged_nbytes(buffer: Buffer, numel: int, device: StepDevice) -> int:
-    """Return the bytes that a block of the buffer takes in a slot; 0 if it is stepped in place."""
-    if buffer.far is None and device.is_at(buffer.tensor, buffer.tier):
-        return 0
-    return whole_pages(numel * buffer.tensor.itemsize)
+def _is_staged(buffer: Buffer, device: StepDevice) -> bool:
+    """True if blocks of the buffer pass through a slot, as they are not stepped in place."""
+    return buffer.far is not None or not device.is_at(buffer.tensor, buffer.tier)
 
 
 def _parts(
-    slot: Room | None, buffers: Sequence[Buffer], nbytes: Sequence[int], numel: int
+    slot: Room | None, dtypes: Sequence[torch.dtype], nbytes: Sequence[int], numel: int
 ) -> Iterator[Tensor | None]:
-    """Yield the slot's page-aligned part for each buffer; None for one stepped in place."""
+    """Yield the slot's page-aligned part for each tensor; None for one stepped in place."""
     start = 0
-    for buffer, length in zip(buffers, nbytes, strict=True):
-        yield slot.tensor(numel, buffer.tensor.dtype, start) if slot and length else None
+    for dtype, length in zip(dtypes, nbytes, strict=True):
+        yield slot.tensor(numel, dtype, start) if slot and length else None
         start += length
 
 
@@ -264,3 +323,10 @@ def _copied(value: object, device: torch.device | None = None) -> object:
     if not isinstance(value, Tensor):
         return value
     return value.clone() if device is None else value.to(device, copy=True)
+
+
+def _on(device: torch.device, value: object) -> object:
+    """Return a copy of a number of the CPU on a device, without a copy that the host waits for."""
+    if isinstance(value, Tensor) and value.numel() == 1 and value.device != device:
+        return torch.full(value.shape, value.item(), dtype=value.dtype, device=device)
+    return _copied(value, device)

@@ -83,7 +83,7 @@ def policy_of(recipe: Recipe) -> Policy:
         prefetches_late=recipe.device_type == "cpu",
         is_cyclic=inference is not None,
         cap=inference.room if inference else None,
-        has_second_hop=not recipe.is_sharded or recipe.has_hops or recipe.are_replicas,
+        has_second_hop=(not recipe.is_sharded or recipe.reduces_in_hops or recipe.are_replicas),
         sums_rest=recipe.keeps_sums,
         keeps_second_shard=recipe.keeps_weights,
         fills_early=recipe.keeps_weights,

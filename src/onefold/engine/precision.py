@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from typing import Any
 
@@ -79,12 +80,11 @@ def are_gradients_finite(engine: Engine) -> bool:
     if not engine.units:
         return True
     is_bad = torch.zeros(1, device=engine.context.store.device)
-    for unit in engine.units:
-        for parameter in unit.parameters:
-            rows = parameter.own_grad()
-            if rows is not None:
-                for bound in torch.aminmax(rows):  # both are NaN if an element is
-                    is_bad += bound.isfinite().logical_not()
+    parameters = (parameter for unit in engine.units for parameter in unit.parameters)
+    grads = [rows for p in parameters if (rows := p.own_grad()) is not None and rows.numel()]
+    if grads:  # the largest magnitude is NaN if an element is
+        largest = torch.stack([n.to(is_bad) for n in torch._foreach_norm(grads, math.inf)])
+        is_bad += largest.isfinite().logical_not().any()
     engine.context.everyone.all_reduce_max(is_bad)
     is_finite = not is_bad.item()
     for unit in engine.units if not is_finite else ():

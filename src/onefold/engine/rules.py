@@ -50,6 +50,9 @@ class ClassRule:
         if may_fuse(optimizer, group):
             self._group["fused"] = True
         self._step = unhooked_step(self._kind)
+        is_torchs = self._kind.__module__.startswith("torch.optim.")
+        on_device = self._group.get("fused") or self._group.get("capturable")
+        self.takes_numbers_near = bool(on_device) or not is_torchs  # others read them on the host
 
     def start(self, moments: dict[str, Tensor]) -> State:
         """Return the state before the first step: empty, as the class makes it in `step`."""

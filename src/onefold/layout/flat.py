@@ -72,7 +72,10 @@ def unit_bytes(
         pieces = zip(own if is_cut else numels, trained, strict=True)
         moments_numel = sum(round_up(n, step) for n, is_trained in pieces if is_trained)
     trained_numels = [n if is_trained else 0 for n, is_trained in zip(numels, trained, strict=True)]
-    grad_numel = rest if world > 1 else sum(trained_numels)  # alone, autograd allocates them
+    is_across = recipe.device_type != "cpu" and (
+        offload.optimizer != "device" or not recipe.rests_near
+    )  # see unit/local_mean.py
+    grad_numel = rest if world > 1 or is_across else sum(trained_numels)  # else autograd's own
     computes = first.compute_itemsize
     return UnitBytes(
         numel=sum(numels),

@@ -32,7 +32,7 @@ from typing import NamedTuple, Protocol
 
 from onefold.layout.cut import Range, parts_of
 from onefold.layout.rows import Layout, Slot, round_up, split_at
-from onefold.layout.two_axes import NodeLayout
+from onefold.layout.two_axes import Axes, NodeLayout
 
 PACK_NBYTES = 64 * 1024
 """Regions whose pieces are smaller share one message: its copy costs less than its latency.
@@ -146,6 +146,32 @@ Parts = list[list[Slot]]
 """The regions of each parameter in one hop: `Layout.slabs`, `NodeLayout.inside` and `between`."""
 
 
+class NodeParts(NamedTuple):
+    """The regions of each parameter in the hop inside a node, and in that between nodes.
+
+    `spans`: of each parameter, [start, stop) in the node's buffer of every region inside.
+    """
+
+    numel: int  # of this rank's share of the node's buffer
+    spans: list[list[Range]]
+    inside: Parts
+    between: Parts
+
+    @staticmethod
+    def of(slabs: Parts, axes: Axes) -> NodeParts:
+        """Cut the contiguous parts of each parameter over the ranks of nodes."""
+        node = NodeLayout.build([slab for parts in slabs for slab in parts], axes)
+        ends = list(accumulate(map(len, slabs), initial=0))
+        own = [range(*pair) for pair in pairwise(ends)]
+        inside, between = node.inside(), node.between()
+        return NodeParts(
+            node.numel,
+            [[span for index in these for span in node.spans[index]] for these in own],
+            [[part for index in these for part in inside[index]] for these in own],
+            [[part for index in these for part in between[index]] for these in own],
+        )
+
+
 def parts_of_replicas(layout: Layout, rank: int, replicas: int) -> Parts:
     """The hop between replicas: the own rows of a rank, cut by elements over the replicas."""
     return [
@@ -191,6 +217,8 @@ class MessageRanks(Protocol):
     def rank(self) -> int: ...
     @property
     def is_nccl(self) -> bool: ...
+    @property
+    def packs(self) -> bool: ...
 
 
 class MessagePlan:
@@ -213,7 +241,7 @@ class MessagePlan:
         self.is_replicated = [slot.replicated and group.world_size > 1 for slot in slots]
         self.is_matrix = [bool(slot.fqn) and len(slot.shape) > 1 for slot in slots]
         sizes = [
-            self._size(index, slot.num_slabs, is_nccl=group.is_nccl)
+            self._size(index, slot.num_slabs, is_nccl=group.is_nccl, packs=group.packs)
             for index, slot in enumerate(slots)
         ]
         self.small, self.medium, self.large = (
@@ -238,7 +266,7 @@ class MessagePlan:
         self.identity = (name, itemsize, sum(map(sum, self.numels)))
         """Tells the message from others: the same on every rank."""
 
-    def _size(self, index: int, num_slabs: int, *, is_nccl: bool) -> Size:
+    def _size(self, index: int, num_slabs: int, *, is_nccl: bool, packs: bool) -> Size:
         """Classify a region.
 
         A region that is one of `num_slabs` is small if all of them are: an index costs 8 bytes for
@@ -248,7 +276,7 @@ class MessagePlan:
         nbytes = max(numels) * self.itemsize
         if self.is_replicated[index] or nbytes * num_slabs < PACK_NBYTES:
             return Size.SMALL
-        shares = not is_nccl and sum(numels) * self.itemsize <= SHARE_NBYTES
+        shares = packs or (not is_nccl and sum(numels) * self.itemsize <= SHARE_NBYTES)
         return Size.MEDIUM if shares or nbytes < PACK_NBYTES else Size.LARGE
 
     # elements that this rank sends

@@ -98,7 +98,7 @@ def _check_state(engine: Engine) -> None:
         got = "a module that onefold.stream runs"
     elif engine.context.meshes or engine.context.everyone is not engine.group:
         got = "a module that tensor parallelism has cut before"
-    elif (routes.hops or routes.replicas) and routes.feeds_back:
+    elif (routes.reduce_hops or routes.replicas) and routes.feeds_back:
         got = "Wire(feedback=True) on a mesh of two axes, whose residuals belong to the cut"
     elif any(anchors):
         got = "a module of onefold.islands, whose anchors other islands know by their cut"
@@ -196,7 +196,7 @@ class _Reshare:
         for states in self.ready.states:
             states.take()
         for unit in _moving(engine):
-            by_rows = unit.context.routes.hops is not None or unit.is_tiled
+            by_rows = unit.context.routes.gather_hops is not None or unit.is_tiled
             self._move(unit, unit.spec.on(self.context, by_rows=by_rows))
         expectation = Expectation(recipe, self.context.rank)
         engine.recut(self.context, recipe, expectation)

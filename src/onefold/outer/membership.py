@@ -42,7 +42,9 @@ class Membership:
         self.island = place.island
         self._place, self._shares, self._codec = place, shares, codec
         context = shares[0].unit.context
-        by_rows = [context.routes.hops is not None or share.unit.is_tiled for share in shares]
+        by_rows = [
+            context.routes.gather_hops is not None or share.unit.is_tiled for share in shares
+        ]
         layout = {"ranks": group.world_size, "shares": context.shares, "by_rows": by_rows}
         model = [
             f"{parameter.fqn} {list(parameter.slot.shape)} of {str(share.dtype)[6:]} in unit "

@@ -167,8 +167,9 @@ class ByteHands:
         """Slots on the device, through which states in CPU memory pass."""
         near = self._recipe.offload.parameters == "device"
         away = [unit for unit, is_away in zip(self._units, self._is_far, strict=True) if is_away]
+        is_queued = self._recipe.device_type != "cpu"
         slots = [
-            min(blocks.BLOCK_NUMEL, unit.rest_numel)
+            min(blocks.block_numel(unit.rest_numel, is_queued=is_queued), unit.rest_numel)
             * (unit.states + (0 if near else unit.weight))
             // max(1, unit.rest_numel)
             for unit in away
@@ -271,7 +272,7 @@ class ByteHands:
             self._read(index)
         else:
             self._fill(index)
-        self.sent["gather" + self._recipe.collective_suffix] += unit.messages.gather.sent
+        self.sent["gather" + self._recipe.gather_suffix] += unit.messages.gather.sent
         self._stage(index, "gather", unit.messages.gather.buffers)
 
     def _stage(self, index: int, link: str, buffers: tuple[int, ...]) -> None:
@@ -312,13 +313,13 @@ class ByteHands:
 
     def _reduce(self, index: int) -> None:
         messages, recipe = self._units[index].messages, self._recipe
-        if recipe.has_hops and index not in self._sums:
+        if recipe.reduces_in_hops and index not in self._sums:
             self._sums.add(index)
             self._counter.add("partial_grad", self._units[index].sums)
-        elif not recipe.has_hops and recipe.world_size > 1:
+        elif not recipe.reduces_in_hops and recipe.world_size > 1:
             self._make_grad(index)
         self.take(index, "first", messages.reduce.buffers)
-        self.sent["reduce_scatter" + recipe.collective_suffix] += messages.reduce.sent
+        self.sent["reduce_scatter" + recipe.reduce_suffix] += messages.reduce.sent
         self._counter.see()
 
     def _land(self, index: int) -> None:
@@ -330,18 +331,21 @@ class ByteHands:
             self._make_grad(index)
 
     def _follow(self, index: int) -> None:
-        if self._recipe.has_hops:
+        recipe = self._recipe
+        if recipe.reduces_in_hops:
             self._make_grad(index)
         second_hop = self._units[index].messages.second_hop
         self.take(index, "second", second_hop.buffers)
-        name = "reduce_scatter between" if self._recipe.is_sharded else "gather"
+        crosses = recipe.reduces_in_hops or recipe.are_replicas
+        name = "reduce_scatter between" if crosses else "gather"
         self.sent[name] += second_hop.sent
         self._counter.see()
 
     def _finish(self, index: int) -> None:
         messages = self._units[index].messages
         self.give(index, "second", messages.second_hop.buffers)
-        self.sent["gather between"] += messages.share.sent
+        name = "gather between" if self._recipe.is_sharded else "gather"
+        self.sent[name] += messages.share.sent
         if messages.share.buffers:
             self.take(index, "third", messages.share.buffers)
             self._counter.see()

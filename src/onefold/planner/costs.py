@@ -228,17 +228,24 @@ def costs_of(numel: int, recipe: Recipe, conditions: Conditions, machine: Machin
 
     On one axis each rank sends its pieces straight to every other, while GPUs gather in a ring.
     """
-    near, wire = conditions.near(recipe), recipe.wire
+    near, wire, ranks = conditions.near(recipe), recipe.wire, recipe.world_size
     weight, grad = conditions.weight_itemsize, conditions.grad_itemsize
     is_ring = not conditions.waits_for_hops(recipe)
     gather, reduce = (partial(_quantized, machine=machine, is_reduced=way) for way in (False, True))
-    if recipe.has_hops and not is_ring:
-        inside, between = LinkGroup(near, near), LinkGroup(-(-recipe.world_size // near), 1)
-        return UnitCosts(
-            gather=gather(numel, (wire.weights_inside, weight), inside),
+    if recipe.reduces_in_hops and not conditions.uses_rings:
+        inside, between = LinkGroup(near, near), LinkGroup(-(-ranks // near), 1)
+        costs = UnitCosts(
+            gather=gather(numel, (_EXACT, weight), LinkGroup(ranks, near)),
             reduce=reduce(numel, (wire.gradients_inside, grad), inside),
-            cross=gather(numel / near, (wire.weights_between, weight), between),
+            spread=gather(numel, (_EXACT, grad), LinkGroup(ranks, near)),
             second_hop=reduce(numel / near, (wire.gradients_between, grad), between),
+        )
+        if not recipe.has_hops:
+            return costs
+        return replace(
+            costs,
+            gather=gather(numel, (wire.weights_inside, weight), inside),
+            cross=gather(numel / near, (wire.weights_between, weight), between),
         )
     shard = LinkGroup(recipe.shard_world, min(recipe.shard_world, near))
     copies = LinkGroup(  # of the same shard

@@ -74,20 +74,21 @@ class Forecast:
     def sent_by_link(self) -> dict[tuple[str, str], float]:
         """Bytes of a step, "inside" the node or "between" nodes, of "weights" or "gradients".
 
-        Two axes count each link by itself; replicas gather means of gradients between nodes. On one
-        axis every rank sends its pieces straight to all others, in whatever node; an all-gather of
-        GPUs goes round in a ring instead.
+        Two axes count each link by itself; replicas gather means of gradients between nodes. Else
+        every rank sends its pieces straight to all others, in whatever node; an all-gather of GPUs
+        goes round in a ring instead.
         """
         recipe, sent = self.recipe, self.sent
         ranks, near = recipe.world_size, min(recipe.local_world_size, recipe.world_size)
-        far = (ranks - near) / max(1, ranks - 1) if not recipe.collective_suffix else 0.0
+        far = (ranks - near) / max(1, ranks - 1)
         by_link = {(link, what): 0.0 for link in LINKS for what in ("weights", "gradients")}
         for name, nbytes in sent.items():
             is_gather = name.startswith("gather")
             means = not recipe.is_sharded or (recipe.are_replicas and name.endswith("between"))
             what = "weights" if is_gather and not means else "gradients"
             is_ring = is_gather and recipe.device_type != "cpu"
-            share = float(name.endswith("between")) or far / (near if is_ring else 1)
+            by_name = {"between": 1.0, "inside": 0.0}.get(name.rpartition(" ")[2])
+            share = far / (near if is_ring else 1) if by_name is None else by_name
             by_link["between", what] += share * nbytes
             by_link["inside", what] += (1 - share) * nbytes
         return by_link

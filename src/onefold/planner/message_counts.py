@@ -2,6 +2,7 @@
 
     one axis    gather                                    reduce; at stage 0 -> second_hop (means)
     two hops    cross (between nodes) -> gather (inside)  reduce (inside) -> second_hop (between)
+    hosts       gather                                    the same; at stage 0 -> share (means)
     replicas    gather (inside)                           reduce (inside) -> second_hop -> share
 
 All numbers are those of one rank: of rank 0, whose pieces are the longest, unless another is
@@ -22,6 +23,7 @@ from onefold.layout.flat import UnitBytes, unit_bytes
 from onefold.layout.messages import (
     GatherPlan,
     MessagePlan,
+    NodeParts,
     Parts,
     QuantizedMessages,
     Regions,
@@ -110,6 +112,7 @@ class _Group(NamedTuple):
     world_size: int
     rank: int
     is_nccl: bool
+    packs: bool = False
 
 
 def _group(recipe: Recipe, world_size: int, rank: int = 0) -> _Group:
@@ -133,20 +136,25 @@ def _messages_of(members: tuple[Member, ...], recipe: Recipe, rank: int | None) 
     if rank is None or not is_cut:
         rank = shares.index(max(shares)) if shares else 0
     layout = _layout(shapes, recipe.shard_world, shares, by_rows=recipe.has_hops)
+    is_floating = members[0].is_floating
     if recipe.are_replicas:
         return _replicas(members, layout, recipe)
-    if recipe.has_hops and members[0].is_floating:
+    if recipe.has_hops and is_floating:
         return _two_hops(members, layout, recipe)
     is_exact = recipe.has_hops or not is_cut
     words = (EXACT, EXACT) if is_exact else (wire.weights_between, wire.gradients_between)
     group = _group(recipe, recipe.world_size, rank)
     sent = _one_axis(members, layout, group, words)
+    crosses = recipe.reduces_in_hops and is_floating
+    if crosses:
+        sent = replace(_reduced_in_hops(members, layout, recipe), gather=sent.gather)
     if is_cut:
         return sent
     slabs = (slab for slabs in _trained(members, layout.slabs()) for slab in slabs)
     means = gathered((slab, slab.full_offset) for slab in slabs)
     spread = _gather(means, group, EXACT, members[0].itemsize)
-    return UnitMessages(reduce=sent.reduce, second_hop=spread)
+    sent = replace(sent, gather=NOTHING)
+    return replace(sent, share=spread) if crosses else replace(sent, second_hop=spread)
 
 
 def _trained(members: Sequence[Member], parts: Parts) -> Parts:
@@ -187,12 +195,22 @@ def _two_hops(members: tuple[Member, ...], layout: Layout, recipe: Recipe) -> Un
     inside, between = _group(recipe, near), _group(recipe, recipe.world_size // near)
     node = NodeLayout.build(layout.slots, Axes(between.world_size, near, inside.rank))
     cross = GatherPlan.between(layout, node, keeps=False).regions
-    return UnitMessages(
+    return replace(
+        _reduced_in_hops(members, layout, recipe),
         gather=_gather(gather_inside(layout, node), inside, wire.weights_inside, itemsize),
         cross=_gather(cross, between, wire.weights_between, itemsize),
-        reduce=_reduce(members, node.inside(), inside, wire.gradients_inside),
-        second_hop=_reduce(members, node.between(), between, wire.gradients_between),
         second=node.numel + between.world_size,
+    )
+
+
+def _reduced_in_hops(members: tuple[Member, ...], layout: Layout, recipe: Recipe) -> UnitMessages:
+    """Gradients are summed inside a node, then between nodes."""
+    near, wire = recipe.local_world_size, recipe.wire
+    inside, between = _group(recipe, near), _group(recipe, recipe.world_size // near)
+    node = NodeParts.of(layout.slabs(), Axes(between.world_size, near, inside.rank))
+    return UnitMessages(
+        reduce=_reduce(members, node.inside, inside, wire.gradients_inside),
+        second_hop=_reduce(members, node.between, between, wire.gradients_between),
         sums=node.numel,
     )
 

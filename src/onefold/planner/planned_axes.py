@@ -107,7 +107,7 @@ class ModelAxes:
             return recipe
         ranks = recipe.world_size // (self.tp * self.pp)
         near = _near(ranks, self.tp, recipe.local_world_size)
-        return replace(recipe, world_size=ranks, local_world_size=near)
+        return replace(recipe, world_size=ranks, local_world_size=near, has_hosts=False)
 
     def group(self, axis: str, local_world_size: int, world_size: int) -> LinkGroup:
         """Return the ranks of an axis, and how many of them share a node.

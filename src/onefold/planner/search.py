@@ -66,13 +66,16 @@ class Candidate:
         Nodes are an axis of the mesh where the wire asks for them.
         """
         if recipe.world_size == 1:
-            return replace(recipe, wire=Wire(), has_axes=False)
+            return replace(recipe, wire=Wire(), has_axes=False, has_hosts=False)
         near = recipe.local_world_size
         has_axes = 1 < near < recipe.world_size and not self.wire.is_plain
         wire = resolve_wire(
             self.wire, recipe.stage, recipe.offload, has_axes=has_axes, adapts=self.adapts
         )
-        return replace(recipe, wire=wire, has_axes=has_axes and recipe.is_sharded)
+        is_even = 1 < near < recipe.world_size and recipe.world_size % near == 0
+        has_hosts = is_even and recipe.device_type != "cpu" and self.wire.is_plain
+        has_axes &= recipe.is_sharded
+        return replace(recipe, wire=wire, has_axes=has_axes, has_hosts=has_hosts)
 
 
 EXACT_WIRE = Candidate(EXACT, Wire())
@@ -213,11 +216,18 @@ class Search:
             except ConfigError as error:
                 refused = refused or error
                 continue
+            if self.axes.are_used or self._mixes_kinds():  # the mesh is not the launcher's hosts
+                recipe = replace(recipe, has_hosts=False)
             if recipe not in tried:
                 tried[recipe] = self._row(wire, recipe, offload, rows)
         if refused is not None and not tried:
             raise refused
         return list(tried.values())
+
+    def _mixes_kinds(self) -> bool:
+        """True if devices differ, not if a cluster names one kind of them twice."""
+        devices = [(kind.room["device"], kind.machine) for kind in self.kinds]
+        return any(device != devices[0] for device in devices)
 
     def _row(self, wire: Candidate, recipe: Recipe, offload: str, rows: int) -> Row:
         trace, composition, mixed = self.trace_of(rows), None, None

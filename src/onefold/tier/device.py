@@ -1,7 +1,7 @@
 """The tier of compute: tensors that kernels use in place.
 
 Where the CPU computes, host memory is mapped in pages, and the pages of released buffers move to
-the next buffers.
+the next buffers. On an accelerator, bytes of released buffers move on in a ring.
 
 glibc keeps freed blocks below 32 MB in its heap, where other blocks fragment it: buffers that come
 and go stay resident for good. Our own pages do not. But the system clears a page that it gets back,
@@ -21,6 +21,7 @@ from contextlib import suppress
 import torch
 
 from onefold.errors import TierError
+from onefold.tier import accelerator
 from onefold.tier.store import Allocation, whole_pages
 
 PAGES_NBYTES = 1 << 20
@@ -28,6 +29,12 @@ PAGES_NBYTES = 1 << 20
 
 MAX_SPARE = 2
 """Released buffers whose pages are kept: as many as units that are unsharded at once."""
+
+MAX_SLOTS = 4
+"""Free slots of a ring: more than units that are unsharded at once, where units follow in order."""
+
+MOST_TIMES = 2
+"""A buffer takes no slot more than so many times its size: a table's, for a block."""
 
 START_NBYTES, NUM_STARTS = 17 * 64, 16
 """Buffers begin at different distances from a page's start, in whole cache lines. Streams at equal
@@ -157,6 +164,102 @@ class Resizable(Allocation):
         self.tensor.untyped_storage().resize_(self._nbytes)
 
 
+class InRing(Resizable):
+    """Bytes of a ring's slot: they have the same address whenever the same units are held."""
+
+    __slots__ = ("_home", "_place", "_ring")
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, ring: Ring) -> None:
+        super().__init__(numel, dtype, device)
+        self._ring = ring
+        self._home: Slot | None = None  # the first slot that it had
+        self._place: Slot | None = None
+
+    def release(self) -> None:
+        place, self._place = self._place, None
+        if place is None:  # the first bytes, of a unit that is being built
+            super().release()
+        else:
+            self._ring.give(self.tensor.untyped_storage(), place)
+
+    def restore(self) -> None:
+        self._place = self._ring.take(self.tensor.untyped_storage(), self._nbytes, self._home)
+        if self._home is None or not self._home.nbytes:
+            self._home = self._place
+
+
+class Slot:
+    """Memory for one unit's buffer at a time; `spare` has its bytes while it is free.
+
+    A slot that is given up has 0 bytes.
+    """
+
+    __slots__ = ("behind", "nbytes", "spare")
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.nbytes = nbytes
+        self.spare = torch.UntypedStorage(0, device=device)
+        self.behind: accelerator.Stream | None = None  # the stream that used it last
+
+
+class Ring:
+    """Memory of unsharded weights on a device, which goes from unit to unit (docs/adr/0028).
+
+    A storage gives its bytes to a slot, and takes a slot's, without a copy: views stay valid. Each
+    buffer returns to the first slot that it had, if that is free. So in every step of one order the
+    same weights have the same addresses, as CUDA graphs and registered memory need.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: list[Slot] = []  # oldest first
+
+    def take(self, storage: torch.UntypedStorage, nbytes: int, home: Slot | None) -> Slot:
+        """Give `storage` the bytes of a free slot, or new ones: at least `nbytes`."""
+        fitting = [slot for slot in self._free if nbytes <= slot.nbytes <= MOST_TIMES * nbytes]
+        if not fitting:
+            return self._make(storage, nbytes)
+        slot = home if home in fitting else min(fitting, key=lambda slot: slot.nbytes)
+        self._free.remove(slot)
+        stream = accelerator.current(self._device)
+        if slot.behind is not None and slot.behind != stream:
+            stream.wait_stream(slot.behind)
+        _swap(storage, slot.spare)
+        return slot
+
+    def _make(self, storage: torch.UntypedStorage, nbytes: int) -> Slot:
+        try:
+            storage.resize_(nbytes)
+        except torch.OutOfMemoryError:
+            if not self._free:
+                raise
+            self._give_up(len(self._free))  # slots of other sizes
+            storage.resize_(nbytes)
+        return Slot(nbytes, self._device)
+
+    def give(self, storage: torch.UntypedStorage, slot: Slot) -> None:
+        """Keep the bytes of a storage in its slot; free those of an older slot."""
+        _swap(storage, slot.spare)
+        slot.behind = accelerator.current(self._device)
+        self._free.append(slot)
+        self._give_up(len(self._free) - MAX_SLOTS)
+
+    def _give_up(self, number: int) -> None:
+        for _ in range(number):
+            slot = self._free.pop(0)
+            slot.spare.resize_(0)
+            slot.nbytes = 0
+
+
+def _swap(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+    one._swap_data_ptr_(other)  # type: ignore[attr-defined]
+
+
+def _has_swap() -> bool:
+    """True if this torch exchanges the bytes of storages; it calls that private."""
+    return getattr(torch.UntypedStorage, "_swap_data_ptr_", None) is not None
+
+
 class DeviceStore:
     """Buffers in the memory of the computing device, which may be the CPU.
 
@@ -174,6 +277,7 @@ class DeviceStore:
         self._is_read_into = is_read_into
         move = mover() if device.type == "cpu" else None
         self._pool = PagePool(move, is_read_into=is_read_into) if move else None
+        self._ring = Ring(device) if device.type != "cpu" and _has_swap() else None
 
     def allocate(self, numel: int, dtype: torch.dtype, *, is_brief: bool = False) -> Allocation:
         """Allocate a flat, uninitialised tensor [numel] on the device.
@@ -186,6 +290,8 @@ class DeviceStore:
         try:
             if self._pool is not None and is_paged:
                 return Pages(numel, dtype, self._pool)
+            if self._ring is not None and not is_brief:
+                return InRing(numel, dtype, self.device, self._ring)
             return Resizable(numel, dtype, self.device)
         except (RuntimeError, OSError) as error:  # torch.OutOfMemoryError, and the system's own
             # the caller's message names the request and gives a hint (unit/buffer.py)

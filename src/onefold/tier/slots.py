@@ -17,6 +17,7 @@ from torch import Tensor
 
 from onefold.errors import TierError
 from onefold.layout.ledger import Kind, Ledger
+from onefold.tier import accelerator
 from onefold.tier.cpu import page_locked
 
 HUGE_NBYTES = 2 << 20
@@ -27,7 +28,7 @@ HUGE_NBYTES = 2 << 20
 class Room:
     """Memory [nbytes, uint8] of a tier, counted in the ledger while it lives."""
 
-    __slots__ = ("_flat", "_kind", "_ledger", "_tier", "nbytes")
+    __slots__ = ("_flat", "_kind", "_ledger", "_tier", "leaving", "nbytes")
 
     def __init__(self, flat: Tensor, tier: str, ledger: Ledger, kind: Kind = Kind.STAGING) -> None:
         self._flat = flat
@@ -35,11 +36,16 @@ class Room:
         self._ledger = ledger
         self._kind = kind
         self.nbytes = flat.nbytes
+        self.leaving: accelerator.Event | None = None  # the last copies from here end with it
         ledger.add(kind, tier, self.nbytes, is_mapped=tier == "cpu")
 
     def __del__(self, is_over: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_over():
             self._ledger.add(self._kind, self._tier, -self.nbytes, is_mapped=self._tier == "cpu")
+
+    def leave_by(self, event: accelerator.Event) -> None:
+        """Copies from here end with `event`: the next user waits for it."""
+        self.leaving = event
 
     def tensor(self, numel: int, dtype: torch.dtype, start: int = 0) -> Tensor:
         """Return the bytes from `start` as a flat tensor [numel]."""
@@ -85,8 +91,18 @@ class SlotPool:
         """Return a pool of host memory."""
         return SlotPool(lambda nbytes: host_room(nbytes, ledger))
 
-    def take(self, nbytes: int) -> Room:
-        """Take the smallest free slot of at least `nbytes`, or a new one; uninitialised."""
+    def take(self, nbytes: int, stream: accelerator.Stream | None = None) -> Room:
+        """Take the smallest free slot of at least `nbytes`, or a new one; uninitialised.
+
+        Copies that leave it still are waited for: by `stream`, if there is one, else by the host.
+        """
+        slot = self._taken(nbytes)
+        leaving, slot.leaving = slot.leaving, None
+        if leaving is not None:
+            leaving.synchronize() if stream is None else stream.wait_event(leaving)
+        return slot
+
+    def _taken(self, nbytes: int) -> Room:
         with self._lock:
             fitting = [slot for slot in self._free if slot.nbytes >= nbytes]
             if fitting:
@@ -94,7 +110,10 @@ class SlotPool:
                 self._free.remove(slot)
                 return slot
             if self._free:  # the new slot replaces one that is too small
-                self._free.remove(max(self._free, key=lambda slot: slot.nbytes))
+                self._free.sort(key=lambda slot: slot.nbytes)
+                leaving = self._free.pop().leaving  # its memory is free before the new one is made
+                if leaving is not None:
+                    leaving.synchronize()
             return self._make(nbytes)
 
     def reserve(self, number: int, nbytes: int) -> None:

@@ -6,13 +6,19 @@
 Streaming moves 12 bytes of an element's fp32 states each way, and steps at the device's own
 bandwidth. It is better where the link is faster than the host's cores (as in CPU-offloading
 optimizers that stream); onefold.compose.stepping measures both.
+
+[Note: streams of blocks] Beside an accelerator each thread has a stream, so that the copies of one
+block run beside the kernels and copies of others. The stream waits for the gradients, not the host.
+The host waits once a block: where the device steps, at the block's end; where the CPU steps, for
+the gradient. The new weights then leave by the stream, and whoever waits for the step waits for
+them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from threading import local
+from contextlib import contextmanager
+from threading import Semaphore, local
 
 import torch
 from torch import Tensor
@@ -22,20 +28,61 @@ from onefold.tier import accelerator
 from onefold.tier.slots import Room, SlotPool, device_room
 
 NUM_STREAMS = 3
-"""Blocks on the device at a time, each with a thread: two workers and the waiting thread. While
-one block arrives, another is stepped, and a third leaves."""
+"""Blocks on the device at a time. While one arrives, another is stepped, and a third leaves.
+
+As many workers take blocks. A thread that waits for blocks takes the place of one."""
 
 STREAMED_NBYTES = 12
 """Bytes of an element's fp32 states, each way at once, where the device steps them."""
 
 
-class HostStep:
-    """Steps on the CPU."""
+class _Lane:
+    """The streams on which threads copy blocks; there are none where the CPU computes."""
 
-    is_queued = False
-    """True if copies run asynchronously: the end of `working` waits for them."""
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams = local()
+        self.is_queued = device.type != "cpu"
+        """True if copies run asynchronously, so that the host cannot see when they do."""
 
-    def __init__(self, slots: SlotPool) -> None:
+    @contextmanager
+    def working(self, ready: accelerator.Event | None) -> Iterator[None]:
+        """Enclose all work on one block, on this thread's stream, which begins behind `ready`.
+
+        After an error no copy is under way any more.
+        """
+        stream = self.stream()
+        if stream is None:
+            yield
+            return
+        with stream:
+            if ready is not None:
+                stream.wait_event(ready)
+            try:
+                yield
+            except BaseException:
+                stream.synchronize()
+                raise
+
+    def stream(self) -> accelerator.Stream | None:
+        """Return this thread's stream, None on the CPU."""
+        stream: accelerator.Stream | None = getattr(self._streams, "stream", None)
+        if stream is None and self.is_queued:
+            stream = self._streams.stream = accelerator.new(self._device)
+        return stream
+
+    def finish(self) -> None:
+        """Wait, on the host, for the copies and kernels of this thread's stream."""
+        stream = self.stream()
+        if stream is not None:
+            stream.synchronize()
+
+
+class HostStep(_Lane):
+    """Steps on the CPU. Gradients on an accelerator pass through page-locked slots."""
+
+    def __init__(self, slots: SlotPool, device: torch.device) -> None:
+        super().__init__(device)
         self._slots = slots
 
     def is_at(self, tensor: Tensor, tier: str) -> bool:
@@ -45,26 +92,38 @@ class HostStep:
     def reserve(self, nbytes: int) -> None:
         """Do nothing: the system provides host memory as it is touched."""
 
-    def lend(self, nbytes: int) -> AbstractContextManager[Room]:
+    @contextmanager
+    def lend(self, nbytes: int) -> Iterator[Room]:
         """Lend memory for one block, for the time of a `with` block."""
-        return self._slots.lend(nbytes)
+        slot = self._slots.take(nbytes, self.stream())
+        try:
+            yield slot
+        finally:
+            self._slots.give(slot)
 
-    def working(self) -> AbstractContextManager[None]:
-        """Enclose all work on one block; at the end every copy has finished."""
-        return nullcontext()
+    def arrived(self) -> None:
+        """What a block needs was queued: wait until the CPU may read it."""
+        self.finish()
+
+    def leave(self, slot: Room | None) -> accelerator.Event | None:
+        """What a block changed was queued: return the event of its end, None if it is over."""
+        if slot is None or not self.is_queued:
+            return None
+        event = accelerator.record(self._device)
+        slot.leave_by(event)
+        return event
 
 
-class DeviceStep:
-    """Steps on the device. Each thread has a stream, so that copies run beside kernels.
+class DeviceStep(_Lane):
+    """Steps on the device.
 
     Where the CPU computes, the device's memory is CPU memory: blocks are copied all the same.
     """
 
     def __init__(self, device: torch.device, ledger: Ledger) -> None:
-        self._device = device
+        super().__init__(device)
         self._slots = SlotPool(lambda nbytes: device_room(nbytes, device, ledger))
-        self._streams = local()
-        self.is_queued = device.type != "cpu"
+        self.places = Semaphore(NUM_STREAMS)
 
     def is_at(self, tensor: Tensor, tier: str) -> bool:
         """See `HostStep.is_at`."""
@@ -77,33 +136,16 @@ class DeviceStep:
     @contextmanager
     def lend(self, nbytes: int) -> Iterator[Room]:
         """See `HostStep.lend`."""
-        with self._slots.lend(nbytes) as slot:
-            try:
-                yield slot
-            finally:  # the next thread has its own stream, which does not wait for this one
-                self._finish()
+        with self.places, self._slots.lend(nbytes) as slot:
+            yield slot
 
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        """Run on this thread's stream; at the end the host waits for that stream alone."""
-        stream = self._stream()
-        with stream if stream is not None else nullcontext():
-            try:
-                yield
-            finally:
-                self._finish()
+    def arrived(self) -> None:
+        """See `HostStep.arrived`: kernels are queued behind the copies."""
 
-    def _stream(self) -> accelerator.Stream | None:
-        """Return this thread's stream, None on the CPU."""
-        stream: accelerator.Stream | None = getattr(self._streams, "stream", None)
-        if stream is None and self.is_queued:
-            stream = self._streams.stream = accelerator.new(self._device)
-        return stream
-
-    def _finish(self) -> None:
-        stream = self._stream()
-        if stream is not None:
-            stream.synchronize()
+    def leave(self, slot: Room | None) -> accelerator.Event | None:
+        """See `HostStep.leave`. The host waits: the next thread's stream waits for no other."""
+        self.finish()
+        return None
 
 
 StepDevice = HostStep | DeviceStep

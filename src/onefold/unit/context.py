@@ -46,12 +46,8 @@ class Hops:
     """Two hops in place of one: inside the node and between nodes (layout/two_axes.py)."""
 
     axes: Axes
-    gather_between: Transport
-    gather_inside: Transport
-    reduce_inside: Transport
-    reduce_between: Transport
-    keeps_weights: bool  # a secondary shard of weights rests inside the node
-    keeps_gradients: bool  # and sums of micro-batches
+    inside: Transport
+    between: Transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +55,18 @@ class Routes:
     """Transports for weights and gradients.
 
     `group` holds all ranks that train, replicas included. `transport` is exact and joins the ranks
-    among which resting state is cut. `gather` carries weights and `reduce` gradients; `hops`
-    replaces both. `replicas` joins the ranks of other nodes that hold the same state.
+    among which resting state is cut. `gather` carries weights and `reduce` gradients;
+    `gather_hops` and `reduce_hops` replace them. `replicas` joins the ranks of other nodes that
+    hold the same state.
     """
 
     group: Group
     transport: Transport
     gather: Transport
     reduce: Transport
-    hops: Hops | None = None
+    gather_hops: Hops | None = None
+    reduce_hops: Hops | None = None
+    keeps_weights: bool = False  # with hops: a secondary shard rests inside the node
     replicas: Transport | None = None
     others: tuple[Routes, ...] = ()  # of units with a mesh of their own
     sends_differences: bool = False  # of weights, relative to the weights that every rank read last
@@ -81,17 +80,17 @@ class Routes:
     @property
     def reducers(self) -> list[Transport]:
         """All transports that reduce gradients."""
-        hops = self.hops
+        hops = self.reduce_hops
         transports = [self.transport, self.reduce, self.replicas]
-        transports += [hops.reduce_inside, hops.reduce_between] if hops else []
+        transports += [hops.inside, hops.between] if hops else []
         return [transport for transport in dict.fromkeys(transports) if transport is not None]
 
     def rest(self) -> None:
         """Let every transport free the memory that it keeps for its next message."""
         for routes in self.others:
             routes.rest()
-        hops = self.hops
-        gathers = [self.gather, *([hops.gather_inside, hops.gather_between] if hops else [])]
+        hops = self.gather_hops
+        gathers = [self.gather, *([hops.inside, hops.between] if hops else [])]
         for transport in dict.fromkeys([*self.reducers, *gathers]):
             transport.rest()
 
@@ -331,8 +330,8 @@ class UnitSpec:
         is_alone = context.mesh is None and context.world_size == 1 and context.sources == 1
         shapes = [(owned.fqn, tuple(owned.values.shape)) for owned in plan.members]
         cuts = [owned.model for owned in plan.members if owned.model is not None]
-        # by rows: with two hops a node has one range of rows, and a tile consists of rows
-        by_rows = context.routes.hops is not None or plan.tile_nbytes > 0
+        # by rows: a node that gathers has one range of rows, and a tile consists of rows
+        by_rows = context.routes.gather_hops is not None or plan.tile_nbytes > 0
         by_rows |= not all(cut.is_even for cut in cuts)  # model axes: the same dim on all ranks
         wire = Layout.build(
             shapes, context.world_size, context.shares, by_rows=by_rows, has_gaps=not plan.is_packed

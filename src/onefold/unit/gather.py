@@ -253,7 +253,7 @@ class TwoHopGather(UnitGather):
     """Gathers between nodes, then inside. Tags travel with both hops: every rank sees all."""
 
     def __init__(self, weights: UnitWeights, hops: Hops) -> None:
-        super().__init__(weights, hops.gather_between)
+        super().__init__(weights, hops.between)
         self._hops = hops
         self._second: Buffer | None = None  # the node's shard of weights, and a tag for each node
         self._filled = -1  # `edits` of the unit when it was filled
@@ -261,7 +261,7 @@ class TwoHopGather(UnitGather):
         self._inside: MessageLayout  # of the hop inside the node
         self._node_rows: tuple[list[int], list[int]] = [], []  # split full and second at its rows
         self._node = NodeLayout.build(weights.rest.slots, hops.axes)  # of the secondary shard
-        if hops.keeps_weights:
+        if weights.context.routes.keeps_weights:
             context, numel = weights.context, self._node.numel + hops.axes.nodes
             self._second = Buffer(
                 numel, weights.compute_dtype, Kind.SECONDARY, context.store, context.ledger
@@ -292,7 +292,7 @@ class TwoHopGather(UnitGather):
 
     def start(self, full: Buffer) -> Ticket:
         flat, axes, numel = full.tensor, self._hops.axes, self._spec.rest.full_numel
-        inside, label = self._hops.gather_inside, self._spec.label("gather")
+        inside, label = self._hops.inside, self._spec.label("gather")
         if self._second is None:
             between = self._cross(full)
             return between.then(lambda: inside.gather(flat, self._inside, label).wait())
@@ -347,7 +347,7 @@ class TwoHopGather(UnitGather):
         plan = GatherPlan.between(rest, node, keeps=self._second is not None)
         inside = gather_inside(rest, node)
         self._layout = self._laid_out(plan.regions, self._transport, message)
-        self._inside = self._laid_out(inside, self._hops.gather_inside, message)
+        self._inside = self._laid_out(inside, self._hops.inside, message)
         return plan
 
 
@@ -357,6 +357,6 @@ def gather_of(weights: UnitWeights, *, is_tiled: bool) -> UnitGather:
     is_number = weights.dtype.is_floating_point and not weights.spec.is_packed
     if is_tiled or not is_number:  # neither quantized nor kept twice
         return UnitGather(weights, routes.transport)
-    if routes.hops is not None:
-        return TwoHopGather(weights, routes.hops)
+    if routes.gather_hops is not None:
+        return TwoHopGather(weights, routes.gather_hops)
     return UnitGather(weights, routes.gather)

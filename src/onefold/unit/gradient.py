@@ -24,6 +24,7 @@ from torch import Tensor
 from onefold.layout.ledger import Account, Kind
 from onefold.unit import refusals
 from onefold.unit.buffer import Buffer
+from onefold.unit.local_mean import has_rows, scaled, take_rows
 from onefold.unit.logical import NoMean
 from onefold.unit.node_reduction import reduction_of
 from onefold.unit.parameter import UnitParameter
@@ -60,7 +61,7 @@ class UnitGradient:
         self._landed: Landed | None = None
         self._following = DONE  # its second hop
         store, ledger = spec.context.store, spec.context.ledger
-        self._ledger = ledger
+        self._has_rows, self._ledger = has_rows(spec), ledger
         self._partial_account = Account(self, Kind.PARTIAL_GRAD, store.name, ledger)
         # of one rank alone, where gradients stay the tensors that autograd made
         self._local_account = Account(self, Kind.GRAD, store.name, ledger)
@@ -207,15 +208,14 @@ class UnitGradient:
     ) -> None:
         """Undo `accumulated`: these gradients replace all others."""
         self.drop_partial()
-        has_rows = self._spec.context.world_size > 1
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for parameter in self._parameters:
                 parameter.sharded.grad = None
             self.drop_cleared()
-            if means and has_rows:
+            if means and self._has_rows:
                 self.mean_rows(list(means))
             for parameter, mean in means.items():
-                if has_rows:
+                if self._has_rows:
                     mean = self._rest_view(parameter).copy_(mean)
                 self._give(parameter, mean)
             for parameter, grad in partial.items():
@@ -260,15 +260,16 @@ class UnitGradient:
         self._reduced_at, sources = self._ledger.steps, self._spec.context.sources
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             self._take_back_partials()
+            if self._has_rows:
+                used = [p for p in parameters if p.partial_grad is not None]
+                self.show_all(take_rows(self.mean_rows(used), used, sources))
             for parameter in parameters:
                 if (grad := parameter.partial_grad) is not None and grad.is_sparse:
                     parameter.set_partial_grad(grad := grad.to_dense())
                 sharded = parameter.sharded
                 if grad is None or parameter.unsharded is sharded:
                     continue
-                mean = grad.to(parameter.local.dtype)
-                if sources > 1:
-                    mean.mul_(1.0 / sources)
+                mean = scaled(grad, parameter.local.dtype, sources)
                 if sharded.grad is not None:
                     parameter.unwrap(sharded.grad).add_(mean)
                 else:
@@ -279,7 +280,8 @@ class UnitGradient:
             self._count_local()
 
     def _count_local(self) -> None:
-        self._local_account.set(sum(p.unwrap(g).nbytes for p, g in self._with_grad().items()))
+        if not self._has_rows:
+            self._local_account.set(sum(p.unwrap(g).nbytes for p, g in self._with_grad().items()))
 
     def _finish_reduce(
         self, parameters: list[UnitParameter], used: list[bool], partials: list[Tensor],
@@ -312,13 +314,12 @@ class UnitGradient:
             mean = landed.mean or self.mean_rows(parameters)
             shown = [p in self.shown for p in parameters]
             following = reduction.follow(landed.which, users, shown, mean)
-        is_sharded = self._spec.context.is_sharded  # then other nodes may have used more
-        show = partial(self._show_users, parameters, None if is_sharded else users)
+        show = partial(self._show_users, parameters, users)
         self._following = (following or DONE).then(show)
 
-    def _show_users(self, parameters: list[UnitParameter], users: list[bool] | None) -> None:
-        """Show the mean of parameters that some rank used; None: read the last hop's counts."""
-        known = self.reduction.users([False]) if users is None else users
+    def _show_users(self, parameters: list[UnitParameter], users: list[bool]) -> None:
+        """Show the mean of parameters that some rank used."""
+        known = users if self.reduction.sees_all else self.reduction.users(users)
         used = [p for p, is_used in zip(parameters, known, strict=True) if is_used]
         self.is_unused = not used
         self.show_all(used)

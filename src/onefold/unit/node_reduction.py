@@ -15,9 +15,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from onefold.layout.cut import Range
 from onefold.layout.ledger import Kind
-from onefold.layout.messages import parts_of_replicas
-from onefold.layout.two_axes import NodeLayout
+from onefold.layout.messages import NodeParts, parts_of_replicas
 from onefold.unit.buffer import Buffer
 from onefold.unit.context import Hops, UnitSpec
 from onefold.unit.reduction import GradientHop, MeanRows, OneHop, Spread, Which
@@ -32,7 +32,7 @@ class Replicated(OneHop):
     """Nodes are replicas. They average own rows once a step: each its part, then all gather."""
 
     rests_in_place = True
-    finishes_alone = False
+    finishes_alone = sees_all = False
 
     def __init__(self, spec: UnitSpec, transport: Transport, replicas: Transport) -> None:
         super().__init__(spec, transport)
@@ -117,15 +117,15 @@ class Replicated(OneHop):
 class TwoHop(OneHop):
     """Inside the node first, into sums that may rest there; then between nodes."""
 
-    finishes_alone = False
+    finishes_alone = sees_all = False
     fills_rows = False
 
     def __init__(self, spec: UnitSpec, hops: Hops) -> None:
-        super().__init__(spec, hops.reduce_inside)
-        self._layout = node = NodeLayout.build(spec.wire.slots, hops.axes)
-        feedback, between = self.feedback, hops.reduce_between
-        self._first = GradientHop(spec, hops.reduce_inside, feedback, node.inside(), INSIDE)
-        self._between = GradientHop(spec, between, feedback, node.between(), BETWEEN)
+        super().__init__(spec, hops.inside)
+        self._node = node = NodeParts.of(self._slabs, hops.axes)
+        feedback = self.feedback
+        self._first = GradientHop(spec, hops.inside, feedback, node.inside, INSIDE)
+        self._between = GradientHop(spec, hops.between, feedback, node.between, BETWEEN)
         self._sums: Buffer | None = None
         self._entered: Which = ()  # of the first hop that is under way
         self._counts: dict[int, Tensor] = {}  # of the parameters in the sums
@@ -136,10 +136,10 @@ class TwoHop(OneHop):
         spec, self._entered = self._spec, which
         if self._sums is None:
             self._sums = Buffer(
-                self._layout.numel, spec.dtype, Kind.PARTIAL_GRAD, spec.context.store,
+                self._node.numel, spec.dtype, Kind.PARTIAL_GRAD, spec.context.store,
                 spec.context.ledger, is_brief=True,
             )  # fmt: skip
-        spans, sums = self._layout.spans, self._sums.tensor
+        spans, sums = self._node.spans, self._sums.tensor
         out = [sums[slice(*span)] for index in which for span in spans[index]]
         return out, [index not in self._counts for index in which]
 
@@ -168,15 +168,27 @@ class TwoHop(OneHop):
         sums, self._sums = self._sums, None
         dtype = self._spec.compute_dtype
         wide = sums.tensor.dtype if between.transport.is_quantized else dtype  # rounded once
-        partials = [sums.tensor[slice(*self._layout.region(index))].to(wide) for index in which]
+        nodes = between.transport.group.world_size
+        regions = [span for index in which for span in self._regions(index, nodes)]
+        partials = [sums.tensor[slice(*span)].to(wide) for span in regions]
         flags = torch.stack([*(self._counts[index] for index in which), self.counts[-1]]).to(dtype)
         is_used = [u or i in self._users for i, u in zip(which, users, strict=True)]
         self._counts.clear()
         self._users.clear()
         self.counts = torch.empty_like(self.counts)
-        out, fresh = [*mean.rows, self.counts], [*mean.fresh, True]
-        ticket = between.reduce(which, is_used, [*partials, flags], out, fresh)
+        pairs = zip(which, mean.fresh, strict=True)
+        fresh = [is_fresh for index, is_fresh in pairs for _ in between.parts[index]]
+        out = [*self._pieces(which, mean.rows), self.counts]
+        ticket = between.reduce(which, is_used, [*partials, flags], out, [*fresh, True])
         return ticket.then(partial(_free, partials, sums))
+
+    def _regions(self, index: int, nodes: int) -> list[Range]:
+        """A parameter's regions of the node's buffer: each has a piece for every node."""
+        spans = self._node.spans[index]
+        if len(spans) == 1:  # replicated
+            return spans
+        pairs = zip(spans[::nodes], spans[nodes - 1 :: nodes], strict=True)
+        return [(start, stop) for (start, _), (_, stop) in pairs]
 
     def drop(self, which: Iterable[int]) -> None:
         """See `OneHop.drop`: sums begin anew."""
@@ -189,6 +201,14 @@ class TwoHop(OneHop):
             self._sums = None
 
 
+class SpreadTwoHop(TwoHop):
+    """Stage 0: every rank reduces its rows in two hops, then all gather them."""
+
+    def follow(self, which: Which, users: list[bool], shown: list[bool], mean: MeanRows) -> Ticket:
+        second = super().follow(which, users, shown, mean)
+        return second.then(lambda: self._gather_rows(which, mean.flat).wait())
+
+
 def _free(partials: list[Tensor], sums: Buffer) -> None:
     partials.clear()
     sums.release()
@@ -197,10 +217,11 @@ def _free(partials: list[Tensor], sums: Buffer) -> None:
 def reduction_of(spec: UnitSpec) -> OneHop:
     """The reduction of a unit's gradients on its routes."""
     routes = spec.context.routes
+    if routes.reduce_hops is not None:
+        is_sharded = spec.context.is_sharded
+        return (TwoHop if is_sharded else SpreadTwoHop)(spec, routes.reduce_hops)
     if not spec.context.is_sharded:
         return Spread(spec, routes.reduce)
-    if routes.hops is not None:
-        return TwoHop(spec, routes.hops)
     if routes.replicas is not None:
         return Replicated(spec, routes.reduce, routes.replicas)
     return OneHop(spec, routes.reduce)

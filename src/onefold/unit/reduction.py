@@ -245,11 +245,13 @@ class OneHop:
     rests_in_place = False  # and then has its sums in the rows of the mean
     finishes_alone = True  # no collective follows the first hop
     fills_rows = True  # the first hop writes the rows of the mean
+    sees_all = True  # its counts are those of all ranks
 
     def __init__(self, spec: UnitSpec, transport: Transport) -> None:
         self._spec = spec
         self.feedback = Feedback(spec.context)
-        self._first = GradientHop(spec, transport, self.feedback, spec.wire.slabs())
+        self._slabs = spec.wire.slabs()
+        self._first = GradientHop(spec, transport, self.feedback, self._slabs)
         self._means: dict[Which, MessageLayout] = {}  # of means that all ranks gather
         self._sent_flags: tuple[list[bool], Tensor] = [], torch.empty(0)
         self.counts: Tensor  # of the last hop that has landed: [parameters + 1]
@@ -323,10 +325,20 @@ class OneHop:
 
     def _pieces(self, which: Which, rows: list[Tensor]) -> list[Tensor]:
         """The part of each parameter's rows that this rank reduces: a piece of every slab."""
-        if not self._first.is_cut:
+        pairs, context = zip(which, rows, strict=True), self._spec.context
+        if not context.is_sharded:  # each rank has all rows
+            slots, rank = self._spec.wire.slots, context.rank
+            return [row[slice(*span)] for i, row in pairs for span in slots[i].spans(rank)]
+        if all(len(slabs) == 1 for slabs in self._slabs):
             return rows
-        pairs = zip(which, rows, strict=True)
-        return [piece for index, row in pairs for piece in row.chunk(len(self._first.parts[index]))]
+        return [piece for i, row in pairs for piece in row.chunk(len(self._slabs[i]))]
+
+    def _gather_rows(self, which: Which, flat: Tensor) -> Ticket:
+        """All ranks gather the rows that each has averaged."""
+        regions = ((slab, slab.full_offset) for index in which for slab in self._slabs[index])
+        transport, label = self._spec.context.transport, "gather of gradients"
+        with torch.no_grad():
+            return self._gather_means(transport, flat, which, regions, label)
 
     def _gather_means(
         self, transport: Transport, flat: Tensor, which: Which,
@@ -347,13 +359,4 @@ class Spread(OneHop):
     finishes_alone = False
 
     def follow(self, which: Which, users: list[bool], shown: list[bool], mean: MeanRows) -> Ticket:
-        slabs = (slab for index in which for slab in self._first.parts[index])
-        regions = ((slab, slab.full_offset) for slab in slabs)
-        transport, label = self._spec.context.transport, "gather of gradients"
-        with torch.no_grad():
-            return self._gather_means(transport, mean.flat, which, regions, label)
-
-    def _pieces(self, which: Which, rows: list[Tensor]) -> list[Tensor]:
-        rank, slots = self._spec.context.rank, self._spec.wire.slots
-        pairs = zip(which, rows, strict=True)
-        return [row[slice(*span)] for i, row in pairs for span in slots[i].spans(rank)]
+        return self._gather_rows(which, mean.flat)

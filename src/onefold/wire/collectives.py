@@ -33,6 +33,7 @@ class Group:
     handle: dist.ProcessGroup | None
     peers: Peers | None = None  # for tensors on the CPU, in place of `handle`
     watch: DeviceWatch | None = None  # over messages of a device, which go by `handle`
+    packs: bool = False  # all regions of a message travel as one, in place of where they lie
     local: tuple[int, int] | None = None  # local rank and local world size, of ranks that have met
 
     @staticmethod

@@ -54,6 +54,17 @@ class Exchange:
         self.gathering.clear()
         self.reducing.clear()
 
+    def together(self, device: torch.device, begin: Callable[[], list[Waitable]]) -> list[Waitable]:
+        """Begin the collectives of one message, by one launch where the backend can."""
+        if not self.coalesces:
+            return begin()
+        self.group.begin_one(device)
+        try:
+            begin()
+        finally:
+            work = self.group.end_one(device)
+        return [work]
+
     def count(self, collective: str, nbytes: int) -> None:
         """Count the bytes of one collective, under the name of its links."""
         self.ledger.sent(collective + self._where, nbytes)

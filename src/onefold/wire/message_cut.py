@@ -20,6 +20,7 @@ class MessageLayout(MessagePlan):
 
     _index: Tensor | None = None
     _rank_index: Sequence[Tensor] = ()
+    _others_index: Tensor | None = None
 
     def packed_index(self, device: torch.device) -> Tensor:
         """int64 [elements of the packed message]: the source position of each."""
@@ -39,6 +40,13 @@ class MessageLayout(MessagePlan):
         self.packed_index(device)
         return self._rank_index[rank]
 
+    def others_index(self, device: torch.device) -> Tensor:
+        """`packed_index` without this rank's part."""
+        if self._others_index is None or self._others_index.device != device:
+            others = [self.rank_index(r, device) for r in range(self.world_size) if r != self.rank]
+            self._others_index = torch.cat(others)
+        return self._others_index
+
 
 class RankChunk:
     """One rank's part of a packed message: its pieces of medium regions, then of small ones."""
@@ -48,23 +56,43 @@ class RankChunk:
         self.small, self.medium = packed[start:stop], list[Tensor]()
         if cut.medium:
             *self.medium, self.small = self.small.split_with_sizes(cut.chunk_numels[rank])
-        self.index = cut.rank_index(rank, packed.device)
-
-    def fill(self, pieces: list[Tensor], whole: Tensor) -> None:
-        """Copy pieces of medium regions, and the elements of `whole` that small ones have."""
-        if pieces:
-            torch._foreach_copy_(self.medium, pieces)
-        torch.index_select(whole, 0, self.index, out=self.small)
 
 
-def unpack(full: Tensor, cut: MessageLayout, packed: Tensor, own: int) -> None:
-    """Copy the chunks of all ranks to their regions of the flat `full`."""
+def pack_own(cut: MessageLayout, packed: Tensor, full: Tensor) -> None:
+    """Copy this rank's pieces of the flat `full` to its chunk."""
+    chunk, rank = RankChunk(cut, cut.rank, packed), cut.rank
+    if cut.medium:
+        pieces = [full[slice(*cut.spans[index][rank])] for index in cut.medium]
+        torch._foreach_copy_(chunk.medium, pieces)
+    torch.index_select(full, 0, cut.rank_index(rank, full.device), out=chunk.small)
+
+
+def pack(cut: MessageLayout, packed: Tensor, partials: Sequence[Tensor], small: Tensor) -> None:
+    """Copy pieces of medium `partials`, and the elements of `small` laid end to end, to chunks."""
+    chunks = [RankChunk(cut, rank, packed) for rank in range(cut.world_size)]
+    into = [room for chunk in chunks for room in chunk.medium]
+    pieces = [
+        partials[index][slice(*cut.pieces[index][rank])]
+        for rank in range(cut.world_size)
+        for index in cut.medium
+    ]
+    if cut.small:
+        chosen = small.index_select(0, cut.packed_index(small.device))
+        into += [chunk.small for chunk in chunks]
+        pieces += [chosen[start:stop] for start, stop in cut.small_spans]
+    torch._foreach_copy_(into, pieces)
+
+
+def unpack(full: Tensor, cut: MessageLayout, packed: Tensor) -> None:
+    """Copy the chunks of all other ranks to their regions of the flat `full`."""
     if not cut.medium:
         full.index_copy_(0, cut.packed_index(full.device), packed)
         return
-    for rank in range(cut.world_size):
-        if rank != own:
-            chunk = RankChunk(cut, rank, packed)
-            places = [full[slice(*cut.spans[index][rank])] for index in cut.medium]
-            torch._foreach_copy_(places, chunk.medium)
-            full.index_copy_(0, chunk.index, chunk.small)
+    others = [rank for rank in range(cut.world_size) if rank != cut.rank]
+    chunks = [RankChunk(cut, rank, packed) for rank in others]
+    places = [full[slice(*cut.spans[index][rank])] for rank in others for index in cut.medium]
+    if places:
+        torch._foreach_copy_(places, [piece for chunk in chunks for piece in chunk.medium])
+    if cut.small and chunks:
+        small = torch.cat([chunk.small for chunk in chunks])
+        full.index_copy_(0, cut.others_index(full.device), small)

@@ -7,15 +7,19 @@ A message is quantized once and read once, so rounding does not add up as along 
 matrices are quantized; vectors (norms, biases), scalars and flags are few bytes and travel exactly,
 in the same message; messages of complex numbers are exact. A rank's own part of a sum does not
 travel and is not rounded.
+
+On a GPU each message is one launch on either side, where there are kernels (wire/fused.py).
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from onefold.layout.messages import Part, QuantizedMessages
 from onefold.wire.codec import Codec, encode_with_feedback
+from onefold.wire.fused import DTYPES, FusedCodec, Row, address, kernels_for
 from onefold.wire.message_cut import MessageLayout
 from onefold.wire.ticket import Ticket
 from onefold.wire.transport import Composed, Reduction, SendRows
@@ -31,6 +35,7 @@ class Quantized:
         self.codec = codec
         self._exact = exact
         self._exchange = exact.exchange
+        self._fused = FusedCodec(codec)
         self._gathered: dict[tuple[MessageLayout, torch.dtype], QuantizedMessages] = {}
         self._reduced: dict[tuple[MessageLayout, torch.dtype], QuantizedMessages] = {}
 
@@ -52,27 +57,63 @@ class Quantized:
         is_difference = own is not None and own.has_base
         self._write(full, staged[slice(*messages.spans[rank])], messages.parts[rank], own)
         self.group.agree(("gather quantized", cut.identity), label, staged)
-        works = exchange.all_gather(staged, messages.spans)
+        works = exchange.together(full.device, lambda: exchange.all_gather(staged, messages.spans))
         exchange.count("gather", messages.numels[rank] * (self.group.world_size - 1))
 
         def read() -> None:
-            for parts, message in zip(messages.parts, staged.split(messages.numels), strict=True):
-                for _, is_quantized, place, rows in parts:
-                    part, target = message[place], full[rows]
-                    if not is_quantized:
-                        target.copy_(part.view(full.dtype))
-                    elif is_difference:
-                        _add(self.codec, part, target)
-                    else:
-                        self.codec.decode(part, target)
+            self._read(full, messages, staged, adds=is_difference)
             exchange.gathering.give([staged])
 
         return Ticket(self.group.track(works, label), read, label)
+
+    def _read(
+        self, full: Tensor, messages: QuantizedMessages, staged: Tensor, *, adds: bool
+    ) -> None:
+        """Decode the messages of all ranks over `full`, or add them to it."""
+        if kernels_for(full.device) is not None:
+            rows = [
+                self._row(part, address(staged, start), address(full, part.rows.start), full.dtype)
+                for parts, (start, _) in zip(messages.parts, messages.spans, strict=True)
+                for part in parts
+            ]
+            if self._fused.decode(rows, full.device, full.dtype, adds=adds):
+                return None if full.is_inference() else increment_version(full)
+        for parts, message in zip(messages.parts, staged.split(messages.numels), strict=True):
+            for _, is_quantized, place, rows in parts:
+                part, target = message[place], full[rows]
+                if not is_quantized:
+                    target.copy_(part.view(full.dtype))
+                elif adds:
+                    _add(self.codec, part, target)
+                else:
+                    self.codec.decode(part, target)
+        return None
+
+    def _row(self, part: Part, message: int, values: int, dtype: torch.dtype, **others: int) -> Row:
+        """One part of a message that begins at an address, and its values at another."""
+        numel, is_narrow = part.rows.stop - part.rows.start, int(dtype == torch.bfloat16)
+        return self._fused.row(
+            numel, message + part.place.start, is_quantized=part.is_quantized, values=values,
+            is_narrow=is_narrow, **others,
+        )  # fmt: skip
 
     def _write(
         self, full: Tensor, message: Tensor, parts: list[Part], own: SendRows | None
     ) -> None:
         """Code own rows, or with a base their differences to `full`."""
+        if kernels_for(full.device) is not None:
+            has_base, table = own is not None and own.has_base, list[Row]()
+            for part in parts:
+                start, own_rows = part.rows.start, None if own is None else own.rows[part.region]
+                values = full[part.rows] if own_rows is None else own_rows
+                base = address(full, start) if has_base and part.is_quantized else 0
+                if values.device != full.device or values.dtype not in DTYPES:
+                    break
+                place = address(message), address(values)
+                table.append(self._row(part, *place, values.dtype, other=base))
+            else:
+                if self._fused.encode(table, full.device, full.dtype, has_base=has_base):
+                    return
         for index, is_quantized, place, rows in parts:
             part, target = message[place], full[rows]
             own_rows = None if own is None else own.rows[index]
@@ -116,6 +157,9 @@ class Quantized:
         exchange.count("reduce_scatter", sent.nbytes)
 
         def average() -> None:
+            if self._average_at_once(reduction, messages, received):
+                exchange.reducing.give([sent, received])
+                return
             for part in messages.parts[rank]:
                 region, values = part.region, partials[part.region][part.rows]
                 own = values if part.is_quantized else values.to(flags.dtype)
@@ -130,25 +174,66 @@ class Quantized:
 
     def _pack(self, reduction: Reduction, messages: QuantizedMessages, sent: Tensor) -> None:
         """Write each other rank's message."""
-        rank, partials, feedback = self.group.rank, reduction.partials, reduction.feedback
-        dtype = partials[-1].dtype
+        rank, partials = self.group.rank, reduction.partials
+        dtype, table = partials[-1].dtype, list[Row]()
+        if kernels_for(sent.device) is not None and {p.dtype for p in partials} <= set(DTYPES):
+            for receiver, (start, _) in enumerate(messages.spans):
+                for part in messages.parts[receiver] if receiver != rank else ():
+                    values, rest = partials[part.region], self._rest(reduction, part, receiver)
+                    places = address(sent, start), address(values, part.rows.start)
+                    other = 0 if rest is None else address(rest)
+                    table.append(self._row(part, *places, values.dtype, other=other))
+            if self._fused.encode(table, sent.device, dtype, has_base=False):
+                return
         for receiver, (parts, message) in enumerate(
             zip(messages.parts, sent.split(messages.numels), strict=True)
         ):
             for part in parts if receiver != rank else ():
                 values = partials[part.region][part.rows]
                 place = message[part.place]
-                if part.is_quantized:
-                    numels = reduction.cut.numels[part.region]
-                    rest = feedback and feedback(part.region, sum(numels) - numels[rank])
-                    if rest is None:
-                        self.codec.encode(values, place)
-                    else:  # it has no rows for this rank, which sends itself nothing
-                        start = part.rows.start - (numels[rank] if receiver > rank else 0)
-                        rest = rest[start : start + len(values)]
-                        encode_with_feedback(self.codec, values, rest, place)
-                else:
+                if not part.is_quantized:
                     place.view(dtype).copy_(values)
+                elif (rest := self._rest(reduction, part, receiver)) is None:
+                    self.codec.encode(values, place)
+                else:
+                    encode_with_feedback(self.codec, values, rest, place)
+
+    def _rest(self, reduction: Reduction, part: Part, receiver: int) -> Tensor | None:
+        """The residual of the part for a rank; None without feedback."""
+        if not part.is_quantized or reduction.feedback is None:
+            return None
+        rank, numels = self.group.rank, reduction.cut.numels[part.region]
+        rest = reduction.feedback(part.region, sum(numels) - numels[rank])
+        if rest is None:
+            return None
+        # it has no rows for this rank, which sends itself nothing
+        before = numels[rank] if receiver > rank else 0
+        return rest[part.rows.start - before : part.rows.stop - before]
+
+    def _average_at_once(
+        self, reduction: Reduction, messages: QuantizedMessages, received: Tensor
+    ) -> bool:
+        """Average all regions by one launch; False if that cannot be."""
+        partials, out, rank = reduction.partials, reduction.out, self.group.rank
+        targets = {target.dtype for target in out}
+        if kernels_for(received.device) is None or len(targets) > 1:
+            return False
+        if not {p.dtype for p in partials} | targets <= set(DTYPES):
+            return False
+        table = [
+            self._row(
+                part, address(received), address(partials[part.region], part.rows.start),
+                partials[part.region].dtype, other=address(out[part.region]),
+                is_fresh=int(reduction.fresh[part.region]),
+            )
+            for part in messages.parts[rank]
+        ]  # fmt: skip
+        numbers = self.group.world_size, rank, messages.own_nbytes, self._exact.scale
+        dtype, into = partials[-1].dtype, targets.pop()
+        if not self._fused.average(table, received.device, dtype, into, numbers):
+            return False
+        increment_version([target for target in out if not target.is_inference()])
+        return True
 
     def _average(
         self, part: Part, inbox: list[Tensor], own: Tensor, target: Tensor, is_fresh: bool

@@ -124,21 +124,26 @@ def _two_axes(mesh: DeviceMesh) -> Ranks:
     return replace(whole, inside=inside, between=between)
 
 
-def two_axes_of_launcher(ranks: Ranks, device: torch.device) -> Ranks:
+def two_axes_of_launcher(ranks: Ranks, device: torch.device, *, is_asked: bool = True) -> Ranks:
     """Return the axes of the world as it was launched: hosts, and the ranks of each. A collective.
 
     Returns `ranks` if there is one host, or if the user passed a mesh or a group. Raises
-    `ConfigError` on every rank if hosts have different numbers of ranks, or take turns.
+    `ConfigError` on every rank if hosts have different numbers of ranks, or take turns. Where
+    nobody `is_asked` for hosts, the mesh may be the whole world, and such ranks stay as they are.
     """
     world_size = ranks.everyone.world_size
-    is_given = ranks.axes is not None or ranks.is_flat or ranks.mesh is not None
+    is_given = ranks.axes is not None or ranks.is_flat or (is_asked and ranks.mesh is not None)
     if world_size == 1 or is_given or not dist.is_initialized():
         return ranks
-    if ranks.everyone.handle is not dist.group.WORLD:
+    is_world = ranks.everyone.global_ranks() == list(range(dist.get_world_size()))
+    if not (ranks.everyone.handle is dist.group.WORLD if is_asked else is_world):
         return ranks
     place = local_place(ranks.everyone)
     places, local = ranks.everyone.gather(place), place[1]
-    if places != [(rank % local, local) for rank in range(world_size)] or world_size % local:
+    is_even = places == [(rank % local, local) for rank in range(world_size)]
+    if not is_asked and not (is_even and world_size % local == 0 and local > 1):
+        return ranks
+    if not is_even or world_size % local:
         wanted = "as many ranks on every host, host after host, for a wire that knows hosts"
         got = f"{places}, (local rank, ranks of its host) by rank"
         hint = "start equal numbers with torchrun --nproc-per-node, or pass mesh="
@@ -146,7 +151,7 @@ def two_axes_of_launcher(ranks: Ranks, device: torch.device) -> Ranks:
     if local == world_size:
         return ranks
     hosts = resolve(init_device_mesh(device.type, (world_size // local, local)))
-    return replace(hosts, everyone=ranks.everyone, phase=ranks.phase)
+    return replace(hosts, everyone=ranks.everyone, mesh=ranks.mesh, phase=ranks.phase)
 
 
 def _group_of(

@@ -21,7 +21,9 @@ from torch import Tensor
 from onefold.layout.messages import own_part_travels
 from onefold.wire.collectives import Group
 from onefold.wire.exchange import Exchange
-from onefold.wire.message_cut import MessageLayout, RankChunk, unpack
+from onefold.wire.fused import kernels_for
+from onefold.wire.fused import mean as mean_at_once
+from onefold.wire.message_cut import MessageLayout, pack, pack_own, unpack
 from onefold.wire.ticket import DONE, Ticket, Waitable
 
 MEAN_NUMEL = 64 * 1024
@@ -163,13 +165,11 @@ class Composed:
                     staged = exchange.gathering.take(numel, full.dtype, full.device)
                 else:  # small regions alone are too few bytes to keep and count
                     staged = full.new_empty(numel)
-                RankChunk(cut, self.group.rank, staged).fill(
-                    [full[slice(*cut.spans[index][self.group.rank])] for index in cut.medium], full
-                )
+                pack_own(cut, staged, full)
                 works += exchange.all_gather(staged, cut.packed_spans)
 
                 def read() -> None:
-                    unpack(full, cut, staged, self.group.rank)
+                    unpack(full, cut, staged)
                     if cut.medium:
                         exchange.gathering.give([staged])
 
@@ -255,9 +255,7 @@ class Composed:
         if not cut.medium:
             return whole.index_select(0, cut.packed_index(whole.device))
         packed = self.exchange.reducing.take(cut.packed_numel, whole.dtype, whole.device)
-        for rank in range(self.group.world_size):
-            pieces = [partials[index][slice(*cut.pieces[index][rank])] for index in cut.medium]
-            RankChunk(cut, rank, packed).fill(pieces, whole)
+        pack(cut, packed, partials, whole)
         return packed
 
     def _spread_packed(
@@ -280,6 +278,13 @@ class Composed:
             self._mean_in_rank_order(means)
             return
         targets = [out[index] for index in cut.small]
+        if kernels_for(small[0].device) is not None:  # one launch for these, too
+            numels = cut.small_numels[self.group.rank]
+            each = zip(*(message.split_with_sizes(numels) for message in small), strict=True)
+            pairs = zip(each, cut.small, strict=True)
+            means += [(pieces, out[i], fresh[i]) for pieces, i in pairs if out[i].numel()]
+            self._mean_in_rank_order(means)
+            return
         mean = targets[0].new_empty(small[0].numel())
         means.append((small, mean, True))
         self._mean_in_rank_order(means)
@@ -302,6 +307,8 @@ class Composed:
         sent = means[0][0][0].dtype  # of all: they travelled together
         widens = sent.is_floating_point and sent.itemsize < self.reduce.itemsize
         dtype = self.reduce if widens else sent
+        if mean_at_once(means, self.scale, dtype):
+            return
         if means[0][1].device.type != "cpu":
             self._mean_by_launches(means, dtype, widens=widens)
             return
@@ -325,7 +332,7 @@ class Composed:
                     into.copy_(total) if is_fresh else into.add_(total)
 
     def _mean_by_launches(self, means: Sequence[Mean], dtype: torch.dtype, *, widens: bool) -> None:
-        """The same on a device: one launch for all regions takes the part of one rank."""
+        """The same on a device without kernels: a launch for all regions takes a rank's parts."""
         targets = [target for _, target, _ in means]
         direct = [is_fresh and target.dtype == dtype for _, target, is_fresh in means]
         totals = [

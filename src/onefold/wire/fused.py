@@ -1,0 +1,197 @@
+"""Messages of a GPU by one launch each, where Triton is installed (kernels/triton_kernels.py).
+
+Without it, and for other dtypes, torch's operations take their place: the same bits, by some
+hundreds of launches. A kernel that does not compile is reported once, and not tried again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onefold.tier import accelerator
+from onefold.wire.codec import LARGEST, Codec
+from onefold.wire.kernels.compiling import SMALLEST_SCALE, TAIL
+
+LOG = logging.getLogger(__name__)
+
+PROGRAM_NUMEL = 2048
+"""Elements of one program: enough bytes to keep a processor's memory busy."""
+
+SUM_NUMEL = 1024
+"""Elements of a row where nothing is quantized."""
+
+DEVICES = frozenset({"cuda"})
+"""Kinds of devices that run the kernels. A test adds the CPU, where Triton interprets them."""
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+class Row(NamedTuple):
+    """One part of a message: addresses in bytes, as the kernels read them."""
+
+    is_quantized: int
+    numel: int
+    scales: int
+    payload: int
+    values: int
+    other: int = 0
+    is_narrow: int = 0
+    is_fresh: int = 0
+
+
+def address(tensor: Tensor, start: int = 0) -> int:
+    """The address of an element of a flat tensor."""
+    return tensor.data_ptr() + start * tensor.itemsize
+
+
+class Kernels:
+    """Launches the kernels for tables of rows."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._plans: dict[tuple[object, ...], tuple[Tensor, int]] = {}
+        self.is_broken = False
+
+    def run(
+        self, name: str, rows: Sequence[Row], device: torch.device, group: int,
+        numbers: Sequence[Any] = (), **constants: Any,
+    ) -> bool:  # fmt: skip
+        """Launch a kernel over rows, in groups of elements; False if it could not begin."""
+        if self.is_broken:
+            return False
+        block = 1 << (group - 1).bit_length()
+        constants |= {"group": group, "block": block, "rows": max(1, PROGRAM_NUMEL // block)}
+        try:
+            plan, programs = self._plan([row.numel for row in rows], constants, device)
+            table = on_device([number for row in rows for number in row], device)
+            self._module.launch(
+                getattr(self._module, name), programs, table, plan, *numbers, **constants
+            )
+        except Exception as error:  # of Triton, its compiler or its driver
+            self.is_broken = True
+            LOG.warning("messages take torch's operations: kernel %r failed: %s", name, error)
+            return False
+        return True
+
+    def _plan(
+        self, numels: list[int], constants: dict[str, Any], device: torch.device
+    ) -> tuple[Tensor, int]:
+        """For each program its row, and the first of its groups; the number of programs."""
+        group, rows = constants["group"], constants["rows"]
+        key = (device, group, *numels)
+        if key not in self._plans:
+            if len(self._plans) > 1024:  # sizes that never repeat
+                self._plans.clear()
+            programs = [
+                number
+                for row, numel in enumerate(numels)
+                for first in range(0, -(-numel // group), rows)
+                for number in (row, first)
+            ]
+            plan = torch.tensor(programs, dtype=torch.int32).to(device)
+            self._plans[key] = plan, len(programs) // 2
+        return self._plans[key]
+
+
+def on_device(numbers: list[int], device: torch.device) -> Tensor:
+    """int64 [numbers] on a device; the host does not wait for the copy."""
+    made = torch.tensor(numbers, dtype=torch.int64)
+    if device.type == "cpu":
+        return made
+    return accelerator.pinned(len(numbers), torch.int64).copy_(made).to(device, non_blocking=True)
+
+
+@cache
+def _load() -> Kernels | None:
+    try:
+        from onefold.wire.kernels import triton_kernels
+    except (ImportError, AttributeError) as error:  # absent, or another version of Triton
+        LOG.warning("messages of a GPU take torch's operations: %s", error)
+        return None
+    return Kernels(triton_kernels)
+
+
+def kernels_for(device: torch.device) -> Kernels | None:
+    """The kernels for a device, if it runs them."""
+    return _load() if device.type in DEVICES else None
+
+
+class FusedCodec:
+    """A codec's messages, of fp32 and bf16, by one launch each."""
+
+    def __init__(self, codec: Codec) -> None:
+        self.codec = codec
+        self._constants = {
+            "is_int4": codec.word == "int4", "is_rotated": codec.is_rotated, "tail": TAIL,
+        }  # fmt: skip
+
+    def row(self, numel: int, message: int, *, is_quantized: bool, **others: int) -> Row:
+        """The row of a part whose message is at this address."""
+        payload = message + 2 * -(-numel // self.codec.group) * is_quantized
+        return Row(int(is_quantized), numel, message, payload, **others)
+
+    def encode(
+        self, rows: Sequence[Row], device: torch.device, dtype: torch.dtype, *, has_base: bool
+    ) -> bool:
+        """Write a message whose exact parts have `dtype`; False if nothing was begun."""
+        return self._run(
+            "encode", rows, device, dtype, largest=LARGEST[self.codec.word],
+            smallest=SMALLEST_SCALE, has_base=has_base,
+        )  # fmt: skip
+
+    def decode(
+        self, rows: Sequence[Row], device: torch.device, dtype: torch.dtype, *, adds: bool
+    ) -> bool:
+        """Read messages into values of `dtype`, or add them; False if nothing was begun."""
+        return self._run("decode", rows, device, dtype, adds=adds)
+
+    def average(
+        self, rows: Sequence[Row], device: torch.device, dtype: torch.dtype, into: torch.dtype,
+        numbers: tuple[int, int, int, float],
+    ) -> bool:  # fmt: skip
+        """Sum the messages of `numbers`: ranks, this rank, bytes of a message, the scale."""
+        into_bf16 = into == torch.bfloat16
+        return self._run("average", rows, device, dtype, numbers, into_bf16=into_bf16)
+
+    def _run(
+        self, name: str, rows: Sequence[Row], device: torch.device, dtype: torch.dtype,
+        numbers: Sequence[Any] = (), **constants: Any,
+    ) -> bool:  # fmt: skip
+        kernels = kernels_for(device)
+        if kernels is None or dtype not in DTYPES:
+            return False
+        constants |= {**self._constants, "is_bf16": dtype == torch.bfloat16}
+        return kernels.run(name, rows, device, self.codec.group, numbers, **constants)
+
+
+def mean(
+    means: Sequence[tuple[Sequence[Tensor], Tensor, bool]], scale: float, dtype: torch.dtype
+) -> bool:
+    """Set each target to the scaled sum of its parts, in rank order in fp32, by one launch.
+
+    `dtype`: of the sum. False if nothing was begun: other dtypes, or no kernels.
+    """
+    parts, target, _ = means[0]
+    kernels = kernels_for(target.device)
+    if kernels is None or dtype != torch.float32:
+        return False
+    kinds = {part.dtype for parts, _, _ in means for part in parts}
+    targets = {target.dtype for _, target, _ in means}
+    if not kinds | targets <= set(DTYPES) or len(kinds) > 1 or len(targets) > 1:
+        return False
+    ranks, device = len(parts), target.device
+    pieces = on_device([address(part) for parts, _, _ in means for part in parts], device)
+    rows = [
+        Row(0, target.numel(), index * ranks, 0, 0, address(target), is_fresh=int(is_fresh))
+        for index, (_, target, is_fresh) in enumerate(means)
+    ]
+    return kernels.run(
+        "mean", rows, device, SUM_NUMEL, (pieces, ranks, scale),
+        is_bf16=torch.bfloat16 in kinds, into_bf16=torch.bfloat16 in targets,
+    )  # fmt: skip
