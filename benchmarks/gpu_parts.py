@@ -240,7 +240,9 @@ def training(ask: Ask, case: OneCase, stage: int | None, **options: Any) -> tupl
     """A step of a model of the contest; the number of its blocks."""
     torch.manual_seed(0)
     model = build_model(case)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=stage is None)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=3e-4, fused=True if stage is None else None
+    )
     if stage is not None:
         onefold.shard(model, optimizer, stage=stage, **options)
     ((tokens, targets),) = batches(case, 0, 0)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -86,6 +90,19 @@ def test_messages_of_a_gpu_have_the_bits_of_the_cpu(word):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
+@contextmanager
+def no_waits() -> Iterator[None]:
+    """Within it an operation for which the host waits is an error."""
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it does not detect all of them
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.fixture
 def looped():
     """A transport by NCCL of a rank that sends to itself, as on several devices."""
@@ -108,34 +125,58 @@ def test_messages_by_nccl_arrive_in_stream_order(looped, dtype):
     gathered = MessageLayout(layout.slots, offsets, group, dtype.itemsize)
     reduced = MessageLayout(layout.slots, None, group, dtype.itemsize)
     for index in range(3):
-        if index:  # the first message copies its indices to the device
-            torch.cuda.set_sync_debug_mode("error")
         full = torch.randn(layout.full_numel, device="cuda", dtype=dtype)
         before = full.clone()
-        transport.gather(full, gathered, "gather").wait()
         partials = [torch.randn(slot.numel, device="cuda", dtype=dtype) for slot in layout.slots]
         wanted = [partial.float() for partial in partials]
         out = [torch.empty(slot.numel, device="cuda") for slot in layout.slots]
-        transport.reduce_scatter(Reduction(partials, reduced, out, [True] * 3, "reduce")).wait()
-    torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(full, before)
-    assert all(map(torch.equal, out, wanted))
+        with no_waits() if index else nullcontext():  # the first copies indices to the device
+            transport.gather(full, gathered, "gather").wait()
+            reduction = Reduction(partials, reduced, out, [True] * 3, "reduce")
+            transport.reduce_scatter(reduction).wait()
+        assert torch.equal(full, before)
+        assert all(map(torch.equal, out, wanted))
 
 
-def test_a_steady_step_on_a_gpu_waits_for_nothing():
-    module = seeded(Model)
+class Sparse(Model):
+    """Two of three blocks are used, in turn."""
+
+    turn = 0
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for index, block in enumerate(self.blocks):
+            x = x if index == self.turn % 3 else block(x)
+        self.turn += 1
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("build", [Model, Sparse])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_steady_step_on_a_gpu_waits_for_nothing(build, stage):
+    module = seeded(build)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
-    onefold.shard(module, optimizer, stage=3, precision="bf16")
-    batches = [batch.to("cuda") for batch in token_batches()]
+    onefold.shard(module, optimizer, stage=stage, precision="bf16")
+    batches = [batch.to("cuda") for batch in token_batches(6)]
     for step, batch in enumerate(batches):
-        if step == len(batches) - 1:
-            torch.cuda.synchronize()
-            torch.cuda.set_sync_debug_mode("error")
-        next_token_loss(module, batch).backward()
-        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    torch.cuda.set_sync_debug_mode("default")
+        with no_waits() if step >= 3 else nullcontext():
+            next_token_loss(module, batch).backward()
+            torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("group", ["none", "one"])
+@pytest.mark.parametrize("step", ["cpu", "device"])
+def test_weights_that_rest_off_the_gpu_train_there(group, step, request, tmp_path):
+    """Alone a rank shows plain tensors, and with a process group DTensors."""
+    if group == "one":
+        request.getfixturevalue("looped")
+    wanted = losses(3, None)
+    for where in ("cpu", "disk") if step == "cpu" else ("cpu",):  # it streams from CPU memory
+        folder = tmp_path if where == "disk" else None
+        offload = onefold.Offload(where, where, step=step, disk=folder)
+        torch.testing.assert_close(losses(3, None, offload), wanted, rtol=1e-5, atol=0)
 
 
 def test_a_state_saved_by_plain_torch_is_stepped_on_a_gpu():

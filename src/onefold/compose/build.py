@@ -25,7 +25,7 @@ from onefold.engine import guards
 from onefold.engine.adapters import show_whole
 from onefold.engine.engine import Engine
 from onefold.engine.first_batch import compare_first_batches
-from onefold.engine.hooks import InferenceHooks, ModuleHooks, hook
+from onefold.engine.hooks import InferenceHooks, ModuleHooks, bring_inputs, hook
 from onefold.engine.joining import adopt_later, bind, replace_parameters
 from onefold.engine.registry import ENGINE
 from onefold.engine.run_facts import RunFacts
@@ -105,6 +105,9 @@ def _install(parts: ModuleParts, engine: Engine, originals: list[nn.Parameter]) 
     kind = InferenceHooks if engine.recipe.inference else ModuleHooks
     users = {index: plan.modules for index, plan in enumerate(parts.plans)}
     hook(engine, users, root=module, kind=kind)
+    device = engine.context.store.device
+    if device.type != "cpu" and engine.recipe.offload.parameters != "device":
+        bring_inputs(module, device)
     guards.install(parts.tree, engine)
     show_whole(module, engine)
     compare_first_batches(module, engine.group)

@@ -158,8 +158,7 @@ class UnitStep:
                 task.run()
         for task in self._tasks:
             task.finish()
-        for event in list(self.leaving.values()):
-            event.synchronize()
+        self._end_copies()
         for task in self._tasks:
             if isinstance(task.error, TierError):
                 raise task.error
@@ -170,6 +169,13 @@ class UnitStep:
                     where=self._where,
                     hint="load the last checkpoint with onefold.load",
                 ) from task.error
+
+    def _end_copies(self) -> None:
+        for event in list(self.leaving.values()):
+            event.synchronize()
+
+    def __del__(self) -> None:
+        self._end_copies()  # the model goes after a step that nobody waited for: keep its memory
 
 
 class _StepBlock:

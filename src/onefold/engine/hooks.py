@@ -18,6 +18,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, Protocol, cast
 from weakref import ref
 
@@ -27,7 +28,7 @@ from torch.utils._pytree import tree_map_only
 
 from onefold.engine.engine import Engine
 from onefold.engine.forward_threads import ThreadStack
-from onefold.engine.precision import cast_floating
+from onefold.engine.precision import cast_floating, map_tensors
 from onefold.engine.watch import BackwardEvents, now, tensors_in, watch_outputs
 from onefold.errors import StateError, WireError
 from onefold.unit.dtensors import without_backward
@@ -153,6 +154,20 @@ def hook(
         hooks = kind(engine, user, units, others if is_root else [], is_root=is_root)
         if not is_root:
             others.append(hooks)
+
+
+def bring_inputs(module: nn.Module, device: torch.device) -> None:
+    """Move the tensors that a module is called with to the device that computes.
+
+    Its parameters rest elsewhere: a script's `x.to(model.device)`, and `generate` of transformers,
+    take inputs there.
+    """
+    module.register_forward_pre_hook(partial(_bring, device), prepend=True, with_kwargs=True)
+
+
+@torch._disable_dynamo
+def _bring(device: torch.device, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    return map_tensors(partial(Tensor.to, device=device), (args, kwargs))
 
 
 class InferenceHooks(ModuleHooks):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,18 +17,23 @@ from onefold.unit.dtensors import ShardedParameter
 from onefold.wire.collectives import Group
 
 
-def cast_floating(values: Any, dtype: torch.dtype) -> Any:
-    """Cast the floating-point tensors in tuples, lists and dicts to `dtype`.
+def map_tensors(change: Callable[[Tensor], Tensor], values: Any) -> Any:
+    """Apply `change` to the tensors in tuples, lists and dicts.
 
     Objects of other classes (caches, masks) pass through unchanged and keep their identity.
     """
     if isinstance(values, Tensor):
-        return values.to(dtype) if values.is_floating_point() else values
+        return change(values)
     if type(values) in (tuple, list):
-        return type(values)(cast_floating(value, dtype) for value in values)
+        return type(values)(map_tensors(change, value) for value in values)
     if type(values) is dict:
-        return {key: cast_floating(value, dtype) for key, value in values.items()}
+        return {key: map_tensors(change, value) for key, value in values.items()}
     return values
+
+
+def cast_floating(values: Any, dtype: torch.dtype) -> Any:
+    """Cast the floating-point tensors in tuples, lists and dicts to `dtype`."""
+    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, values)
 
 
 class GradScaler(torch.amp.GradScaler):

@@ -340,7 +340,25 @@ class DetachedShard(LogicalTensor):
 
 
 class RestingGrad(Tensor):
-    """A gradient [all rows] that a step in the background may still read."""
+    """A gradient [all rows] that a step in the background may still read.
+
+    Its rows may be on the device that computes while its parameter rests in CPU memory or on disk:
+    torch refuses such a gradient, so it is shown as one of the parameter's device.
+    """
+
+    _rows: Tensor | None = None
+    """The values, where they are not its own."""
+
+    @staticmethod
+    def of(rows: Tensor, sharded: Tensor) -> RestingGrad:
+        """Show `rows` as a gradient of the parameter `sharded`."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if rows.device == sharded.device:
+                return rows.as_subclass(RestingGrad)
+            empty = torch.empty((), dtype=rows.dtype, device=sharded.device)
+            shown = empty.expand(rows.shape).as_subclass(RestingGrad)
+        shown._rows = rows
+        return shown
 
     def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
         copied = memo[id(self)] = self.clone().as_subclass(Tensor)
@@ -354,7 +372,14 @@ class RestingGrad(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             _await_readers(tree_iter((args, kwargs)))
-            return func(*args, **(kwargs or {}))
+            args, kwargs = tree_map(rows_of, (args, kwargs or {}))
+            return func(*args, **kwargs)
+
+
+def rows_of(leaf: Any) -> Any:
+    """The rows of a `RestingGrad` whose parameter rests elsewhere; anything else as it is."""
+    rows = leaf._rows if isinstance(leaf, RestingGrad) else None
+    return leaf if rows is None else rows
 
 
 def _await_readers(leaves: Iterable[Any]) -> None:

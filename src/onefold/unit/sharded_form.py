@@ -104,7 +104,8 @@ class ShardedForm:
             shown: Tensor = logical.dtensor_over(kind, local, spec, self._empty)
             shown._label = self.label  # type: ignore[attr-defined]
         else:
-            shown = local.as_subclass(logical.RestingGrad) if in_background else local
+            is_own = not in_background and local.device == self.sharded.device
+            shown = local if is_own else logical.RestingGrad.of(local, self.sharded)
         if in_background:
             dtensors.introduce(shown, ref(self))  # type: ignore[arg-type]
         return shown
@@ -127,7 +128,7 @@ class ShardedForm:
     def unwrap(self, shown: Tensor) -> Tensor:
         """The rank's rows of a tensor shown like the sharded parameter, or of a plain tensor."""
         if self._template is None:
-            return shown
+            return logical.rows_of(shown)  # type: ignore[no-any-return]
         if isinstance(shown, DTensor):
             return self._unwrap_dtensor(shown)
         if tuple(shown.shape) == tuple(self.local.shape):
