@@ -172,14 +172,17 @@ def test_rows_that_are_not_finite_decode_to_nan_and_others_are_right(rest):
 
 def test_the_kernels_of_torch_that_are_relied_on_exist():
     """unit/formats.py calls these; without them its products have no kernel."""
-    names = ("_weight_int8pack_mm", "_weight_int4pack_mm_for_cpu", "_weight_int4pack_mm")
-    names += ("_convert_weight_to_int4pack_for_cpu", "_convert_weight_to_int4pack")
-    for name in names:
+    names = ("_weight_int8pack_mm", "_weight_int4pack_mm_for_cpu")
+    for name in (*names, "_convert_weight_to_int4pack_for_cpu"):
         assert getattr(torch.ops.aten, name).default._schema is not None
-    q = torch.arange(16).repeat(128, 4 * 3).int()
-    packed_bytes = formats._packed(q, "cpu")
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_four_bits_are_read_as_they_were_packed(device_type):
+    q = torch.randint(16, (128, 192), generator=torch.Generator().manual_seed(1)).int()
+    packed_bytes = formats._packed(q, device_type)
     assert packed_bytes.shape == (128, 96)
-    assert torch.equal(formats._unpacked(packed_bytes, "cpu"), (q - 8).to(torch.int8))
+    assert torch.equal(formats._unpacked(packed_bytes, device_type), (q - 8).to(torch.int8))
 
 
 def test_the_order_in_a_tile_is_found_for_any_tile(monkeypatch):

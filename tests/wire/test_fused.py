@@ -20,9 +20,11 @@ interpreted = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is 
 
 @interpreted
 @pytest.mark.process
-def test_kernels_have_the_bits_of_the_cpu():
+@pytest.mark.parametrize("program", ["fused_bits", "product_bits"])
+def test_kernels_have_the_bits_of_the_cpu(program):
+    """Products have its numbers, up to the rounding of bf16."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.support.programs.fused_bits"],
+        [sys.executable, "-W", "ignore", "-m", f"tests.support.programs.{program}"],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         cwd=ROOT,
         capture_output=True,

@@ -20,7 +20,8 @@ make their row or group NaN.
 long: it crashes, or is wrong. Nothing checks it.
 
 [Note: layout] torch keeps 4-bit weights in tiles whose order of rows depends on the processor
-(64 rows with AVX512, else 32; other tiles on CUDA). `_tile_order` packs row and column numbers and
+(64 rows with AVX512, else 32). On CUDA a group of a row is a tile: low nibbles are its first 32
+columns. `_tile_order` packs row and column numbers and
 reads where they went, so decoding needs no copy of that table. Bytes are for the processor that
 packed them: they are never saved.
 
@@ -36,6 +37,10 @@ packed them: they are never saved.
 So the kernels serve up to 16 and 32 rows. Above them, and for other dtypes than bf16, for which the
 kernels have scalar loops (10 to 50 times slower), blocks of rows are decoded where a cache holds
 them, and F.linear multiplies.
+
+On one H200 torch's CUDA kernels took 28 (int8, any rows) and 2 to 3 times (int4) as long as bf16 of
+the same shape, and decoding in blocks for a CPU's cache 30 to 110 times: it is launches there. So a
+GPU has kernels of its own (unit/products.py), and decodes large blocks.
 """
 
 from __future__ import annotations
@@ -52,12 +57,17 @@ from torch.nn import functional as F
 
 from onefold.layout.packed import QuantizedWeight
 from onefold.layout.rows import round_up
+from onefold.unit import products
 from onefold.wire.codec import LARGEST, SMALLEST_SCALE, Codec, codec_of
 
 ALIGN_NBYTES = 64
 """Messages of a stack begin at multiples of it, as regions of a unit's buffer do."""
 BLOCK_NUMEL = 1024 * 1024
 """Elements of a block of rows that is decoded at once: 2 MiB of bf16, which a cache holds."""
+DEVICE_BLOCK_NUMEL = 64 * BLOCK_NUMEL
+"""The same on a GPU: few launches, and 128 MiB of bf16."""
+DEVICE_ROWS = 512
+"""Most rows of inputs for a GPU's kernel; for more, decoding once is cheap beside the product."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +99,9 @@ class MatrixFormat:
     """A format of matrices [N, K] and of stacks [E, N, K] that torch's kernels multiply with."""
 
     kernel_rows: ClassVar[int]
-    """Most rows of inputs for which the kernel is faster than decoding blocks."""
+    """Most rows of inputs for which torch's kernel for CPUs is faster than decoding blocks."""
     device_type: str = "cpu"
-    """Where the kernel runs; elsewhere blocks are decoded."""
+    """The device whose kernel wants this layout."""
 
     def nbytes(self, shape: Sequence[int]) -> int:
         """Return the bytes of a message of numbers [shape]."""
@@ -126,19 +136,29 @@ class MatrixFormat:
     def linear(self, x: Tensor, parts: MatrixParts) -> Tensor:
         """Return x [..., K] times the transposed matrix: [..., N], in the dtype of `x`."""
         flat = x.reshape(-1, x.shape[-1])
-        has_kernel = x.dtype == torch.bfloat16 and x.device.type == self.device_type
-        if has_kernel and 0 < len(flat) <= self.kernel_rows:
-            product = self._kernel(flat, parts)
-        else:
+        product = self._product(flat, parts) if len(flat) and x.dtype == torch.bfloat16 else None
+        if product is None:
             product = flat.new_empty(len(flat), parts.shape[0])
             for block in self.blocks(parts):
                 product[:, block] = F.linear(flat, self.rows(parts, block, x.dtype))
         return product.view(*x.shape[:-1], parts.shape[0])
 
+    def _product(self, x: Tensor, parts: MatrixParts) -> Tensor | None:
+        """The product by a kernel, or None where decoding is faster, or the only way."""
+        if x.device.type == "cpu":
+            has_kernel = self.device_type == "cpu" and len(x) <= self.kernel_rows
+            return self._kernel(x, parts) if has_kernel else None
+        if len(x) > DEVICE_ROWS:
+            return None
+        return products.product(
+            x, parts.payload, parts.table, parts.shape[0], is_int4=isinstance(self, Int4Groups)
+        )
+
     def blocks(self, parts: MatrixParts) -> list[slice]:
         """Ranges of rows that are decoded at once."""
         rows, columns = parts.shape
-        step = round_up(max(1, BLOCK_NUMEL // max(1, columns)), 64)
+        numel = BLOCK_NUMEL if parts.payload.device.type == "cpu" else DEVICE_BLOCK_NUMEL
+        step = round_up(max(1, numel // max(1, columns)), 64)
         return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
     def rows(self, parts: MatrixParts, block: slice, dtype: torch.dtype) -> Tensor:
@@ -192,10 +212,7 @@ class Int8Rows(MatrixFormat):
 
 @dataclass(frozen=True)
 class Int4Groups(MatrixFormat):
-    """A scale and a zero for 64 columns of a row: `aten._weight_int4pack_mm_for_cpu`.
-
-    On CUDA `aten._weight_int4pack_mm`, whose tiles differ; no test has run that path.
-    """
+    """A scale and a zero for 64 columns of a row: `aten._weight_int4pack_mm_for_cpu`."""
 
     kernel_rows: ClassVar[int] = 32
     group: ClassVar[int] = 64
@@ -237,15 +254,9 @@ class Int4Groups(MatrixFormat):
     def _kernel(self, x: Tensor, parts: MatrixParts) -> Tensor:
         padding = parts.payload.shape[1] * 2 - x.shape[1]
         x = F.pad(x, (0, padding)) if padding else x.contiguous()
-        if self.device_type == "cuda":
-            _, columns = _tile("cuda")
-            tiles = len(parts.payload) // 8, parts.payload.shape[1] * 2 // columns
-            packed = parts.payload.view(torch.int32).view(*tiles, 32, columns // 32)
-            product = torch.ops.aten._weight_int4pack_mm(x, packed, self.group, parts.table)
-        else:
-            product = torch.ops.aten._weight_int4pack_mm_for_cpu(
-                x, parts.payload, self.group, parts.table
-            )
+        product = torch.ops.aten._weight_int4pack_mm_for_cpu(
+            x, parts.payload, self.group, parts.table
+        )
         return product[:, : parts.shape[0]]
 
 
@@ -255,21 +266,17 @@ class Int4Groups(MatrixFormat):
 def _tile(device_type: str) -> tuple[int, int]:
     """Rows and columns that are packed together; tiles of the same rows lie side by side."""
     if device_type == "cuda":
-        return 8, 64
+        return 1, 64
     return (64 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 32), 1
 
 
 def _packed(q: Tensor, device_type: str) -> Tensor:
-    """Pack numbers 0 to 15, [N, K] with N and K multiples of 64, as a device's kernel wants them.
-
-    The device packs: its tiles are known to no other.
-    """
-    q = q.to(device_type, torch.int32)
+    """Pack numbers 0 to 15, [N, K], N and K multiples of 64, as a device's kernel wants them."""
     if device_type == "cuda":
-        pairs = (q[:, ::2] << 4 | q[:, 1::2]).to(torch.uint8)
-        tiles = torch.ops.aten._convert_weight_to_int4pack(pairs, _tile("cuda")[1] // 16)
-    else:
-        tiles = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.contiguous(), 2)
+        low, high = q.to(torch.uint8).view(len(q), -1, 2, 32).unbind(2)
+        return (low | high << 4).view(len(q), -1)
+    q = q.to("cpu", torch.int32)
+    tiles = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.contiguous(), 2)
     return tiles.view(torch.uint8).view(len(q), -1)
 
 
