@@ -38,6 +38,7 @@ from onefold.planner.memory import Expectation
 from onefold.recipe import Recipe
 from onefold.tier.device import DeviceStore, return_free_memory
 from onefold.tier.store import Store
+from onefold.unit.buffer import explaining
 from onefold.unit.context import Context, Tiers
 from onefold.unit.cut_dtensor import WeightedMesh
 from onefold.unit.init import (
@@ -222,9 +223,11 @@ def _adapters(resolved: Resolved, engine: Engine) -> list[Unit]:
 
 def _fill(unit: Unit, plan: UnitPlan, context: Context, source: Source) -> None:
     """Give a unit's parameters their values, keep this rank's shard, and free the rest."""
-    materialise(plan, context.store.device, *source)
-    for owned in plan.members:  # unit by unit: the device never holds more than one
-        move(owned, context.store.device)
+    nbytes = sum(owned.parameter.nbytes for owned in plan.members)
+    with explaining(context.ledger, nbytes, "weight", context.store.name):
+        materialise(plan, context.store.device, *source)
+        for owned in plan.members:  # unit by unit: the device never holds more than one
+            move(owned, context.store.device)
     originals = [owned.parameter for owned in plan.members]
     values = source[1]
     promised = {owned.fqn for owned in plan.members if values is not None and owned.fqn in values}

@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 MIB, GIB = 2**20, 2**30
@@ -24,8 +24,15 @@ def versions() -> dict[str, str]:
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "onefold": version("onefold"),
+        "onefold": _own_version(),
     }
+
+
+def _own_version() -> str:
+    try:
+        return version("onefold")
+    except PackageNotFoundError:  # run from its source
+        return "not installed"
 
 
 def cores_of(local_rank: int, local_world_size: int) -> tuple[int, ...]:

@@ -23,6 +23,25 @@ def _own_references() -> int:
     return sys.getrefcount(storage)
 
 
+@contextmanager
+def explaining(ledger: Ledger, nbytes: int, kind: str, tier: str) -> Iterator[None]:
+    """Turn an allocation error into one that names the request, the bytes held and a remedy."""
+    try:
+        yield
+    except (RuntimeError, MemoryError, TierError) as error:
+        if type(error) is RuntimeError and "alloc" not in str(error):  # torch's on the CPU is one
+            raise
+        advice = (
+            ledger.advise(nbytes) if ledger.advise else "more ranks, a higher stage, or offload"
+        )
+        raise TierError(
+            f"room for {nbytes:,} bytes of {kind} in {tier} memory, "
+            f"on top of what is held: {ledger.describe()} bytes",
+            str(error).splitlines()[0],
+            hint=advice,
+        ) from error
+
+
 class Buffer:
     """One flat tensor of one kind of state, counted from its allocation to its release.
 
@@ -46,7 +65,7 @@ class Buffer:
         self._ledger = ledger
         self._nbytes = numel * dtype.itemsize
         self.tier = store.name
-        with self._explaining():
+        with explaining(ledger, self._nbytes, kind, self.tier):
             self._allocation = store.allocate(numel, dtype, is_brief=is_brief)
         self.tensor = self._allocation.tensor
         self._nbytes = self.tensor.nbytes
@@ -57,21 +76,6 @@ class Buffer:
             self._account.set(self._nbytes)
         self._numels: list[int] = []
         self._parts: Sequence[Tensor] = ()
-
-    @contextmanager
-    def _explaining(self) -> Iterator[None]:
-        """Turn an allocation error into one that names the request, the bytes held and a remedy."""
-        try:
-            yield
-        except (RuntimeError, MemoryError, TierError) as error:  # torch's own are RuntimeErrors
-            advise = self._ledger.advise
-            advice = advise(self._nbytes) if advise else "more ranks, a higher stage, or offload"
-            raise TierError(
-                f"room for {self._nbytes:,} bytes of {self._kind} in {self.tier} memory, "
-                f"on top of what is held: {self._ledger.describe()} bytes",
-                str(error).splitlines()[0],
-                hint=advice,
-            ) from error
 
     @property
     def far(self) -> Far | None:
@@ -123,7 +127,7 @@ class Buffer:
         Its `discard` frees the place of the values in the tier.
         """
         before, self._nbytes = self._allocation, numel * self.tensor.itemsize
-        with self._explaining():
+        with explaining(ledger, self._nbytes, kind, self.tier):
             self._allocation = store.allocate(numel, self.tensor.dtype)
         self.tensor, self._numels, self._parts = self._allocation.tensor, [], ()
         self._account.set(self.tensor.nbytes)
@@ -134,7 +138,7 @@ class Buffer:
     def reallocate(self) -> None:
         """Give the storage its bytes again, uninitialised."""
         if not self.is_held:
-            with self._explaining():
+            with explaining(ledger, self._nbytes, kind, self.tier):
                 self._allocation.restore()
             self.is_held = True
             self._account.set(self._nbytes)

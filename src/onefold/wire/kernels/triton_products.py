@@ -98,5 +98,7 @@ def product(x: Tensor, payload: Tensor, table: Tensor, num_outputs: int, *, is_i
     if is_int4:
         _of_int4[grid](*parts, len(payload), **sizes, num_stages=4)
     else:
-        _of_int8[grid](*parts, payload.shape[1], **sizes, step=256 if rows == 16 else 128, num_stages=3)
+        _of_int8[grid](
+            *parts, payload.shape[1], **sizes, step=256 if rows == 16 else 128, num_stages=3
+        )
     return out
