@@ -136,7 +136,7 @@ def recipe_of(kinds: Sequence[Cluster], precision: Precision) -> Recipe:
 def _have_even_hosts(kinds: Sequence[Cluster]) -> bool:
     """True if accelerators lie on several hosts, equally many on each: as a run sees its launcher.
 
-    A run knows no kinds of devices (`wire/ranks.py`), so neither their number nor their names count.
+    A run knows no kinds of devices (`wire/ranks.py`), so their names and number do not count.
     """
     sizes = {kind.ranks for kind in kinds}
     is_accelerator = all(kind.device_type != "cpu" for kind in kinds)
