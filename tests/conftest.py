@@ -13,6 +13,7 @@ os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")
 
 import pytest
 import torch
+from hypothesis import settings
 
 from onefold.layout import messages as layout_messages
 from onefold.planner import message_counts as messages
@@ -20,6 +21,10 @@ from tests.support import grids
 from tests.support.budgets import Budgets
 
 torch.set_num_threads(1)
+
+# an example takes longer than the default of 200 ms on a busy machine: that is no error
+settings.register_profile("onefold", deadline=None)
+settings.load_profile("onefold")
 
 
 GRID = "rows: some cases of large grids, see tests/support/grids.py; full: all, before a release"

@@ -148,7 +148,7 @@ def test_a_gradient_that_is_no_number_spoils_its_own_element_alone(compiled, val
 # cuts
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     numel=st.integers(0, 300), cuts=st.lists(st.integers(0, 300), max_size=4),
     grad=st.sampled_from([BF16, torch.float32]), variant=st.sampled_from(VARIANTS),

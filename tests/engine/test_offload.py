@@ -207,7 +207,7 @@ def test_units_stepped_inside_backward_come_to_the_same_bits(world_size, stage, 
     same_as_on_device(world_size, *offloads, stage=stage, dtype=dtype)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     numel=st.integers(1, 3 * GRAIN_NUMEL), rows=st.integers(1, 7),
     world_size=st.sampled_from([1, 2, 3]), fraction=st.sampled_from([0.3, 1.0]),

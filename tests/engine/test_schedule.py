@@ -230,7 +230,7 @@ class Script:
 
 
 @EACH_POLICY
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     programs=st.lists(uses(5), min_size=1, max_size=3), resident=st.frozensets(st.integers(0, 4))
 )
@@ -243,7 +243,7 @@ def test_no_unit_is_used_before_it_is_whole_or_freed_while_it_is_used(policy, pr
 
 
 @EACH_POLICY
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(program=uses(5), count=st.integers(1, 3))
 def test_every_trained_unit_is_reduced_exactly_once_in_a_step(policy, program, count):
     script = Script(policy, 5)
@@ -265,7 +265,7 @@ def test_every_trained_unit_is_reduced_exactly_once_in_a_step(policy, program, c
 
 
 @EACH_POLICY
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(programs=st.lists(uses(4), min_size=2, max_size=2))
 def test_ranks_that_use_other_parts_reduce_in_the_same_order(policy, programs):
     orders = []
@@ -281,7 +281,7 @@ def test_ranks_that_use_other_parts_reduce_in_the_same_order(policy, programs):
 
 
 @EACH_POLICY
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(program=uses(4))
 def test_a_backward_that_fails_finishes_its_reductions_and_leaves_nothing_behind(policy, program):
     script = Script(policy, 4)
@@ -298,7 +298,7 @@ def test_a_backward_that_fails_finishes_its_reductions_and_leaves_nothing_behind
         script.backward()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(program=uses(4))
 def test_weights_that_a_graph_refers_to_stay_until_the_backward_ends(program):
     script = Script(STAGE_3, 4)
@@ -362,7 +362,7 @@ def test_kept_units_are_gathered_once_over_evaluations_and_freed_when_training_g
 
 
 @pytest.mark.parametrize("policy", [STAGE_3, STAGE_2, STAGE_0, NODES])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(programs=st.lists(uses(4), min_size=2, max_size=4), kept=st.frozensets(st.integers(0, 3)))
 def test_evaluations_that_keep_units_leave_training_as_it_was(policy, programs, kept):
     plain, keeping = Script(policy, 4), Script(policy, 4)

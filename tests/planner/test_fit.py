@@ -95,7 +95,7 @@ def recipe_of(world: int) -> Recipe:
     return Recipe(world_size=world, local_world_size=world, units=UNITS)
 
 
-@settings(max_examples=60, deadline=None, phases=(Phase.generate,))
+@settings(max_examples=60, phases=(Phase.generate,))
 @given(st.lists(st.integers(2_000_000, 14_000_000), min_size=2, max_size=5))
 def test_runs_and_plans_choose_the_same_shares_in_the_same_memories(memories):
     world = len(memories)

@@ -213,7 +213,7 @@ def test_a_reduction_is_over_once_a_unit_has_been_recomputed(recomputes):
         assert held == most("cpu")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     shapes=st.lists(
         st.lists(st.integers(0, 40), max_size=3).map(tuple), min_size=1, max_size=6
@@ -449,7 +449,7 @@ def traced_rows(rows: int) -> Trace:
     return trace(BUILDS["gpt"](), inputs_of("gpt", rows))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(memory=st.integers(50, 4000), stage=st.integers(0, 3))
 def test_auto_batch_fits_and_twice_as_much_does_not(memory, stage):
     one, two = traced_rows(1), traced_rows(2)
@@ -576,7 +576,7 @@ def test_sizes_without_units_are_refused_by_name(text):
     assert "hint: --mem 80GiB" in str(error.value)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(1, 2**50))
 def test_told_sizes_are_within_a_percent(nbytes):
     number, unit = format_bytes(nbytes).replace(",", "").split()

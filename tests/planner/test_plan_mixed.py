@@ -48,7 +48,7 @@ def machine(name: str, speed: float = 1.0) -> Machine:
 
 
 def kinds(*speeds: float, memory: tuple[int, ...] = (80 << 30, 80 << 30)) -> list[Cluster]:
-    """Two ranks of each kind, on one node."""
+    """Two ranks of each kind, on a host of their own."""
     return [
         Cluster(ranks=2, memory=nbytes, machine=machine(f"kind {index}", speed))
         for index, (speed, nbytes) in enumerate(zip(speeds, memory, strict=True))
@@ -83,6 +83,13 @@ def test_one_kind_twice_is_one_kind_byte_for_byte_and_time_for_time(kind, stage)
         **two.mixed.split.as_dict()["kinds"][1], "kind": kind, "first_rank": 0
     }  # fmt: skip
     assert parsed(f"8x{kind} + 8x{kind}") == parsed(f"16x{kind}")
+
+
+@pytest.mark.parametrize(("cluster", "are_even"), [(GPUS, True), ("8xh100-80 + 4xa100-40", False)])
+def test_gradients_cross_between_hosts_as_in_a_run_that_knows_no_kinds(cluster, are_even):
+    row = planned(cluster, stage=0).taken
+    assert row.forecast.recipe.has_hosts == are_even
+    assert ("reduce_scatter between" in row.forecast.sent) == are_even
 
 
 # rows
@@ -133,8 +140,8 @@ def test_memories_of_one_to_three_hold_a_model_of_twice_the_parameters():
     memory = (64 * MIB, 192 * MIB)
     mixed = deep(4, memory).mixed
     assert mixed.largest / mixed.equal_largest == pytest.approx(2.0, rel=0.05)
-    assert deep(16, memory).mixed.equal.fits
-    assert not deep(17, memory).mixed.equal.fits
+    assert deep(15, memory).mixed.equal.fits
+    assert not deep(16, memory).mixed.equal.fits, "even shares hold the sums of a host, too"
     assert deep(33, memory).fits, "more than twice the layers: one window less is paid for"
     assert not deep(40, memory).fits
 

@@ -316,7 +316,7 @@ def test_the_plan_on_the_page_is_what_a_plan_tells():
 _PLANS = plan_units(ModuleTree.of(without_values(Net())))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(memory=st.integers(2, 400))
 def test_as_many_rows_as_fit_are_looked_for_on_every_wire(memory):
     """A wire with a secondary shard may lose to one that has room for more rows, and may not."""

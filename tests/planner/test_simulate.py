@@ -54,7 +54,7 @@ RUNS = st.builds(
     optimizer=st.sampled_from(["device", "cpu", "disk"]),
     step_in_backward=st.booleans(),
 )
-SEVERAL = settings(max_examples=60, deadline=None)
+SEVERAL = settings(max_examples=60)
 
 
 def test_a_step_that_compute_bounds_takes_the_sum_of_its_products():

@@ -36,7 +36,7 @@ from tests.support.recipes import Way, timed, way
 MACHINE, NUMEL, UNITS = test_simulate.MACHINE, test_simulate.NUMEL, test_simulate.UNITS
 WIDE = replace(MACHINE, flops={"fp32": 1e12, "bf16": 1e12})
 PAGES = Path(__file__).parents[2] / "docs" / "measurements"
-SEVERAL = settings(max_examples=40, deadline=None)
+SEVERAL = settings(max_examples=40)
 WHATS = {
     "gather inside": ("gather",),
     "gather between": ("cross",),

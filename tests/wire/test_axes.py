@@ -37,7 +37,7 @@ shape_lists = st.lists(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(shape_lists, st.integers(2, 3), st.integers(2, 3))
 def test_what_places_hold_for_their_node_is_every_element_once(shapes, nodes, local_world_size):
     layout = Layout.build(
@@ -55,7 +55,7 @@ def test_what_places_hold_for_their_node_is_every_element_once(shapes, nodes, lo
             assert elements == list(range(slot.numel))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(shape_lists, st.integers(2, 3), st.integers(2, 3), st.data())
 def test_two_hops_lead_to_own_rows(shapes, nodes, local_world_size, data):
     """Inside: each node's rows, cut over places. Between: this place's piece of every node's."""

@@ -116,7 +116,7 @@ def test_a_message_may_lie_anywhere_in_a_larger_buffer(word):
 # what is lost
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(values=magnitudes(), word=st.sampled_from(["int8", "int4"]))
 def test_no_element_is_off_by_more_than_half_its_scale_whatever_the_magnitude(values, word):
     codec = codec_of(word)
@@ -127,7 +127,7 @@ def test_no_element_is_off_by_more_than_half_its_scale_whatever_the_magnitude(va
     assert (lost.abs() <= scale * (0.5 + LARGEST[word] * 2.0**-23)).all()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(values=magnitudes(), word=st.sampled_from(["int8", "int4"]))
 def test_the_scale_is_the_nearest_bf16_to_the_largest_of_its_group(values, word):
     codec = codec_of(word)
@@ -165,7 +165,7 @@ def test_zeros_beside_large_values_come_back_as_zeros(word):
     assert (there_and_back(codec_of(word), values)[::3] == 0.0).all()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(values=magnitudes(), word=st.sampled_from(["int8", "int4"]))
 def test_what_was_decoded_encodes_to_the_same_message_again(values, word):
     """A rank that forwards what it received adds no error; with the rotation this cannot hold."""

@@ -62,7 +62,7 @@ def with_kernel(monkeypatch: pytest.MonkeyPatch, kernel: CodecKernel | None) -> 
     monkeypatch.setattr(codecs, "kernel", lambda: kernel)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     values=cases(), word=st.sampled_from(WORDS), group=st.sampled_from([None, 32, 96, 512]),
     given_in=st.sampled_from(DTYPES), wanted_in=st.sampled_from(DTYPES),

@@ -65,14 +65,14 @@ def reduce(rank, world_size, shapes, dtype, fresh):
         assert torch.equal(out[index], mean if fresh else mean + 0.5)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(shape_lists, st.integers(2, 4), st.booleans())
 def test_a_gather_fills_every_region_from_its_owners(shapes, world_size, native):
     shapes = [shape for shape in shapes if shape] or [(5,)]
     run_ranks(world_size, gather, world_size, shapes, native)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     shape_lists, st.integers(2, 4), st.sampled_from([torch.float32, torch.bfloat16]), st.booleans()
 )

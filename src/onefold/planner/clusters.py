@@ -127,9 +127,21 @@ def recipe_of(kinds: Sequence[Cluster], precision: Precision) -> Recipe:
     return Recipe(
         world_size=sum(kind.world_size for kind in kinds),
         local_world_size=min(kind.ranks for kind in kinds),
+        has_hosts=_have_even_hosts(kinds),
         precision=precision,
         device_type=kinds[0].device_type,
     )
+
+
+def _have_even_hosts(kinds: Sequence[Cluster]) -> bool:
+    """True if accelerators lie on several hosts, equally many on each: as a run sees its launcher.
+
+    A run knows no kinds of devices (`wire/ranks.py`), so their names and number do not count.
+    """
+    sizes = {kind.ranks for kind in kinds}
+    is_accelerator = all(kind.device_type != "cpu" for kind in kinds)
+    is_even = len(sizes) == 1 and min(sizes) > 1
+    return is_accelerator and is_even and sum(kind.nodes for kind in kinds) > 1
 
 
 def check_mixed(

@@ -227,7 +227,9 @@ class MixedJob:
             )
             for at, kind in enumerate(self.kinds)
         ]  # fmt: skip
-        recipe = replace(self.recipe, world_size=self.recipe.world_size + count)
+        recipe, world_size = self.recipe, self.recipe.world_size + count
+        is_even = recipe.has_hosts and count % recipe.local_world_size == 0  # they fill whole hosts
+        recipe = replace(recipe, world_size=world_size, has_hosts=is_even)
         return replace(self, kinds=tuple(kinds), recipe=recipe, exact=self.near)
 
     def _has_room(self, lines: Sequence[list[Line]], times: float, *, is_even: bool) -> bool:

@@ -99,11 +99,12 @@ class ModelAxes:
         return world_size // (self.tp * self.pp * self.cp)
 
     def data(self, recipe: Recipe) -> Recipe:
-        """Return the recipe of one rank's data axis, dp x cp; without model axes `recipe` itself.
+        """Return the recipe of one rank's data axis, dp x cp; without tp and pp `recipe` itself.
 
-        tp takes neighbours in a node, so a node has that many fewer ranks of the data axis.
+        tp takes neighbours in a node, so a node has that many fewer ranks of the data axis. An axis
+        that is not the whole world is a mesh of its own, for which no run looks at hosts.
         """
-        if not self.are_used:
+        if self.tp == self.pp == 1:
             return recipe
         ranks = recipe.world_size // (self.tp * self.pp)
         near = _near(ranks, self.tp, recipe.local_world_size)

@@ -63,7 +63,8 @@ class Candidate:
     def fit(self, recipe: Recipe) -> Recipe:
         """Put the wire into a recipe; `ConfigError` where `onefold.shard` would refuse it.
 
-        Nodes are an axis of the mesh where the wire asks for them.
+        Nodes are an axis of the mesh where the wire asks for them. A wire that does not leaves even
+        hosts to the engine.
         """
         if recipe.world_size == 1:
             return replace(recipe, wire=Wire(), has_axes=False, has_hosts=False)
@@ -72,8 +73,7 @@ class Candidate:
         wire = resolve_wire(
             self.wire, recipe.stage, recipe.offload, has_axes=has_axes, adapts=self.adapts
         )
-        is_even = 1 < near < recipe.world_size and recipe.world_size % near == 0
-        has_hosts = is_even and recipe.device_type != "cpu" and self.wire.is_plain
+        has_hosts = recipe.has_hosts and self.wire.is_plain
         has_axes &= recipe.is_sharded
         return replace(recipe, wire=wire, has_axes=has_axes, has_hosts=has_hosts)
 
@@ -216,18 +216,11 @@ class Search:
             except ConfigError as error:
                 refused = refused or error
                 continue
-            if self.axes.are_used or self._mixes_kinds():  # the mesh is not the launcher's hosts
-                recipe = replace(recipe, has_hosts=False)
             if recipe not in tried:
                 tried[recipe] = self._row(wire, recipe, offload, rows)
         if refused is not None and not tried:
             raise refused
         return list(tried.values())
-
-    def _mixes_kinds(self) -> bool:
-        """True if devices differ, not if a cluster names one kind of them twice."""
-        devices = [(kind.room["device"], kind.machine) for kind in self.kinds]
-        return any(device != devices[0] for device in devices)
 
     def _row(self, wire: Candidate, recipe: Recipe, offload: str, rows: int) -> Row:
         trace, composition, mixed = self.trace_of(rows), None, None

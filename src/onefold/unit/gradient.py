@@ -314,8 +314,7 @@ class UnitGradient:
             mean = landed.mean or self.mean_rows(parameters)
             shown = [p in self.shown for p in parameters]
             following = reduction.follow(landed.which, users, shown, mean)
-        show = partial(self._show_users, parameters, users)
-        self._following = (following or DONE).then(show)
+        self._following = (following or DONE).then(partial(self._show_users, parameters, users))
 
     def _show_users(self, parameters: list[UnitParameter], users: list[bool]) -> None:
         """Show the mean of parameters that some rank used."""
