@@ -127,7 +127,7 @@ class Buffer:
         Its `discard` frees the place of the values in the tier.
         """
         before, self._nbytes = self._allocation, numel * self.tensor.itemsize
-        with explaining(ledger, self._nbytes, kind, self.tier):
+        with explaining(self._ledger, self._nbytes, self._kind, self.tier):
             self._allocation = store.allocate(numel, self.tensor.dtype)
         self.tensor, self._numels, self._parts = self._allocation.tensor, [], ()
         self._account.set(self.tensor.nbytes)
@@ -138,7 +138,7 @@ class Buffer:
     def reallocate(self) -> None:
         """Give the storage its bytes again, uninitialised."""
         if not self.is_held:
-            with explaining(ledger, self._nbytes, kind, self.tier):
+            with explaining(self._ledger, self._nbytes, self._kind, self.tier):
                 self._allocation.restore()
             self.is_held = True
             self._account.set(self._nbytes)

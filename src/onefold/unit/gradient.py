@@ -25,10 +25,10 @@ from onefold.layout.ledger import Account, Kind
 from onefold.unit import refusals
 from onefold.unit.buffer import Buffer
 from onefold.unit.local_mean import has_rows, scaled, take_rows
-from onefold.unit.logical import NoMean
 from onefold.unit.node_reduction import reduction_of
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.reduction import Landed, MeanBuffer, MeanRows
+from onefold.unit.shown_grads import NoMean
 from onefold.unit.weights import UnitWeights
 from onefold.wire.ticket import DONE, Ticket
 

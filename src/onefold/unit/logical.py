@@ -7,7 +7,7 @@ each rank. And DTensor loses an indexed write, because it writes to a gathered c
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -18,7 +18,6 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_iter, tree_map
 
-from onefold.errors import StateError
 from onefold.layout.cut import bounds_of
 from onefold.unit import cut_dtensor, refusals
 from onefold.unit.functions import (
@@ -34,6 +33,7 @@ from onefold.unit.functions import (
     writes,
 )
 from onefold.unit.gathered_view import view_of_rows
+from onefold.unit.shown_grads import await_readers
 
 
 class LogicalValues(DTensor):
@@ -270,12 +270,12 @@ class LogicalTensor(LogicalValues):
 
     def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
         kind = DetachedShard if isinstance(self, DetachedShard) else LogicalTensor
-        _await_readers([self])
+        await_readers([self])
         copied = memo[id(self)] = dtensor_over(kind, self._local_tensor.clone(), self._spec)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _await_readers([self])
+        await_readers([self])
         return dtensor_over(DTensor, self._local_tensor, self._spec).__reduce_ex__(protocol)
 
     @classmethod
@@ -284,7 +284,7 @@ class LogicalTensor(LogicalValues):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             leaves = list(tree_iter((args, kwargs)))
-            _await_readers(leaves)
+            await_readers(leaves)
             if func in NEW:
                 return func(args[0]._local_tensor, *args[1:], **kwargs)
             if writes(func) and isinstance(args[0], DTensor):
@@ -337,105 +337,3 @@ class DetachedShard(LogicalTensor):
 
     def untyped_storage(self) -> Any:
         raise refusals.NO_STORAGE(list(self._spec.shape))
-
-
-class RestingGrad(Tensor):
-    """A gradient [all rows] that a step in the background may still read.
-
-    Its rows may be on the device that computes while its parameter rests in CPU memory or on disk:
-    torch refuses such a gradient, so it is shown as one of the parameter's device.
-    """
-
-    _rows: Tensor | None = None
-    """The values, where they are not its own."""
-
-    @staticmethod
-    def of(rows: Tensor, sharded: Tensor) -> RestingGrad:
-        """Show `rows` as a gradient of the parameter `sharded`."""
-        with torch._C.DisableTorchFunctionSubclass():
-            if rows.device == sharded.device:
-                return rows.as_subclass(RestingGrad)
-            empty = torch.empty((), dtype=rows.dtype, device=sharded.device)
-            shown = empty.expand(rows.shape).as_subclass(RestingGrad)
-        shown._rows = rows
-        return shown
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
-        copied = memo[id(self)] = self.clone().as_subclass(Tensor)
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.clone().as_subclass(Tensor).__reduce_ex__(protocol)
-
-    @classmethod
-    @torch._disable_dynamo
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            _await_readers(tree_iter((args, kwargs)))
-            args, kwargs = tree_map(rows_of, (args, kwargs or {}))
-            return func(*args, **kwargs)
-
-
-def rows_of(leaf: Any) -> Any:
-    """The rows of a `RestingGrad` whose parameter rests elsewhere; anything else as it is."""
-    rows = leaf._rows if isinstance(leaf, RestingGrad) else None
-    return leaf if rows is None else rows
-
-
-def _await_readers(leaves: Iterable[Any]) -> None:
-    """Wait for background steps that still read these gradients, or write to these weights."""
-    for leaf in leaves:
-        if isinstance(leaf, LogicalValues | RestingGrad):
-            owner = getattr(leaf, "_onefold_owner", None)
-            alive = owner() if owner is not None else None
-            if alive is not None:
-                alive.unit.wait_step()
-
-
-class NoMean(Tensor):
-    """Stands for a gradient that cannot be read. It may be cleared and tested for None.
-
-    Any use of its value raises `StateError`.
-    """
-
-    _why: Callable[[], StateError]
-
-    @staticmethod
-    def like(sharded: Tensor, why: Callable[[], StateError]) -> NoMean:
-        """A stand-in for the gradient of `sharded`; a use raises the message `why`."""
-        with torch._C.DisableTorchFunctionSubclass():
-            empty = torch.empty((), dtype=sharded.dtype, device=sharded.device)
-            shown = empty.expand(sharded.shape).as_subclass(NoMean)
-        shown._why = why
-        return shown
-
-    def refuse(self, *_: object, **__: object) -> None:
-        """Raise `StateError`."""
-        raise self._why()
-
-    to_local = full_tensor = redistribute = refuse  # of the DTensor that it replaces
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
-        raise self._why()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise self._why()
-
-    @classmethod
-    @torch._disable_dynamo
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            if func in _OF_ITS_KIND:
-                return func(*args, **(kwargs or {}))
-            stand_in = next(x for x in tree_iter((args, kwargs)) if isinstance(x, NoMean))
-            if func is Tensor.__repr__:
-                return f"NoMean(shape={list(stand_in.shape)})"
-            raise stand_in._why()
-
-
-_OF_ITS_KIND = {
-    Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.layout.__get__,  # type: ignore[attr-defined]
-    Tensor.requires_grad.__get__, Tensor.grad_fn.__get__, Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
-    Tensor.size, Tensor.dim, Tensor.numel, Tensor.__hash__, torch.is_tensor,
-}  # fmt: skip
-"""Functions that do not read a tensor's value."""

@@ -22,7 +22,7 @@ from onefold.errors import StateError
 from onefold.layout import packed
 from onefold.layout.model_axes import local_of
 from onefold.layout.units import Owned
-from onefold.unit import dtensors, logical, refusals
+from onefold.unit import dtensors, logical, refusals, shown_grads
 from onefold.unit.context import UnitSpec
 from onefold.unit.decoded import DecodedWeight, PackedMatrix
 from onefold.unit.sharded_form import ShardedForm
@@ -97,7 +97,7 @@ class UnitParameter(ShardedForm):
     def no_mean(self, why: refusals.Refusal = refusals.NO_MEAN_YET) -> Tensor:
         """A stand-in for `sharded.grad` while there is no mean."""
         where = self.spec.context.where
-        return logical.NoMean.like(self.sharded, partial(why, self.fqn, where=where))
+        return shown_grads.NoMean.like(self.sharded, partial(why, self.fqn, where=where))
 
     @cached_property
     def lost_mean(self) -> Tensor:

@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 from onefold.layout.cut import Box
 from onefold.layout.model_axes import ModelCut, dtensor_of
 from onefold.layout.rows import Slot
-from onefold.unit import dtensors, logical
+from onefold.unit import dtensors, logical, shown_grads
 from onefold.unit.context import UnitSpec
 
 
@@ -105,7 +105,7 @@ class ShardedForm:
             shown._label = self.label  # type: ignore[attr-defined]
         else:
             is_own = not in_background and local.device == self.sharded.device
-            shown = local if is_own else logical.RestingGrad.of(local, self.sharded)
+            shown = local if is_own else shown_grads.RestingGrad.of(local, self.sharded)
         if in_background:
             dtensors.introduce(shown, ref(self))  # type: ignore[arg-type]
         return shown
@@ -128,7 +128,7 @@ class ShardedForm:
     def unwrap(self, shown: Tensor) -> Tensor:
         """The rank's rows of a tensor shown like the sharded parameter, or of a plain tensor."""
         if self._template is None:
-            return logical.rows_of(shown)  # type: ignore[no-any-return]
+            return shown_grads.values_of(shown)  # type: ignore[no-any-return]
         if isinstance(shown, DTensor):
             return self._unwrap_dtensor(shown)
         if tuple(shown.shape) == tuple(self.local.shape):
