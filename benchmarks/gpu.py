@@ -51,10 +51,10 @@ from contest.world import RunError, one_round, run
 from rich.console import Console
 from rich.table import Table
 
-ROUNDS = 3
+ROUNDS = {"engines": 2, "offload": 1}
 CPU_STEPS = 2  # beside the warm-up's: what is compared
 TOLERANCE = {"fp32": 1e-3, "bf16": 3e-2}
-ALONE = ["plain", "onefold 0", "onefold 1", "onefold 3"]
+ALONE = ["plain", "fsdp2 reshard", "onefold 0", "onefold 3"]
 TOGETHER = ["ddp", "fsdp2 reshard", "onefold 0", "onefold 1", "onefold 2", "onefold 3"]
 OFFLOADED = [
     "onefold 2 cpu",
@@ -94,12 +94,13 @@ class Outcome:
 
 def cases(what: str, device: str, sizes: list[str]) -> Iterator[tuple[Case, list[str]]]:
     """In the order given, so that a slow device still shows something of everything."""
+    backend = "nccl" if device == "cuda" else "gloo"
     for size in sizes:
         if what == "offload":
-            yield Case(size, ranks=1, dtype="bf16", device=device, threads=0), OFFLOADED
+            yield Case(size, 1, "bf16", device=device, threads=0, backend=backend), OFFLOADED
             continue
         for dtype in ("fp32", "bf16"):
-            yield Case(size, ranks=1, dtype=dtype, device=device, steps=10), ALONE
+            yield Case(size, 1, dtype, device=device, steps=10, backend=backend), ALONE
         if SIZES[size].config.num_layers <= 8:
             yield Case(size, ranks=2, device=device, steps=4), TOGETHER
 
@@ -108,7 +109,9 @@ class OutOfTime(Exception):
     """The time is up; what is finished counts."""
 
 
-def compete(case: Case, engines: list[str], deadline: float, console: Console) -> Outcome:
+def compete(
+    case: Case, engines: list[str], rounds: int, deadline: float, console: Console
+) -> Outcome:
     """Rounds of one case until they are done or the time is up."""
 
     def run_one(name: str) -> list[dict[str, Any]]:
@@ -124,7 +127,7 @@ def compete(case: Case, engines: list[str], deadline: float, console: Console) -
 
     outcome = Outcome(case)
     with suppress(OutOfTime):
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             found = one_round(engines, outcome.failed, run_one, console)
             if found:
                 outcome.rounds.append(found)
@@ -316,7 +319,7 @@ def main() -> int:
     outcomes: list[Outcome] = []
     for case, engines in cases(options.what, options.device, sizes):
         present = [name for name in engines if everyone()[name].is_installed]
-        outcome = compete(case, present, deadline, console)
+        outcome = compete(case, present, ROUNDS[options.what], deadline, console)
         compare(outcome, deadline, console)
         outcomes.append(outcome)
         show(console, outcome)

@@ -43,6 +43,8 @@ SIZES = {
     "7b": Size(32, 4096, 32, rows=4, positions=1024, steps=2),
 }
 WARMUP_STEPS = 2
+WIDE = 1024
+"""Of models that no CPU is compared with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +101,10 @@ class Recomputed(nn.Module):
 
 
 def build_model(case: Case) -> GPT:
-    """The same weights for every engine and on every rank."""
+    """The same weights for every engine and on every rank. A GPU draws its own: it is minutes."""
     torch.manual_seed(0)
-    model = GPT(case.shape.config, case.shape.positions)
+    with torch.device(case.device if case.shape.width >= WIDE else "cpu"):
+        model = GPT(case.shape.config, case.shape.positions)
     if case.recompute:
         model.blocks = nn.ModuleList(Recomputed(block) for block in model.blocks)
     return model.to(case.device)

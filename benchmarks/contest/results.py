@@ -104,7 +104,7 @@ def _commit() -> str:
         changed = git("status", "--porcelain", "--", "src", "benchmarks", ":!benchmarks/results")
         return git("rev-parse", "--short=10", "HEAD").strip() + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("COMMIT", "unknown")  # of a copy without its history
 
 
 def _machine() -> dict[str, Any]:

@@ -203,6 +203,8 @@ def _measure(case: Case, chosen: Engine, rank: int) -> Rank:
         block.compile()
     for step in range(WARMUP_STEPS):
         result.losses.append(contestant.step(batches(case, rank, step)))
+    if case.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()  # whole models are made there, before they are cut
     window = Window(case)
     for step in range(WARMUP_STEPS, WARMUP_STEPS + case.num_steps):
         result.losses.append(contestant.step(batches(case, rank, step)))

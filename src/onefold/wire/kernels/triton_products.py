@@ -95,10 +95,10 @@ def product(x: Tensor, payload: Tensor, table: Tensor, num_outputs: int, *, is_i
     sizes["is_interpreted"] = x.device.type == "cpu"
     sizes["num_warps"] = 4 if rows < 128 else 8
     parts = x.contiguous(), payload, table, out, num_rows, num_outputs
+    kernel: Any = _of_int4 if is_int4 else _of_int8
     if is_int4:
-        _of_int4[grid](*parts, len(payload), **sizes, num_stages=4)
+        kernel[grid](*parts, len(payload), **sizes, num_stages=4)
     else:
-        _of_int8[grid](
-            *parts, payload.shape[1], **sizes, step=256 if rows == 16 else 128, num_stages=3
-        )
+        step = 256 if rows == 16 else 128
+        kernel[grid](*parts, payload.shape[1], **sizes, step=step, num_stages=3)
     return out
