@@ -2,6 +2,7 @@
 
     python benchmarks/gpu.py                                             eight parts
     python benchmarks/gpu.py --device cpu --small                        in miniature, without one
+    python benchmarks/gpu.py page                                        its newest result's page
     python benchmarks/gpu.py engines                                     world 1, and 2 over gloo
     python benchmarks/gpu.py offload                                     states in CPU memory
     python benchmarks/gpu.py engines --device cpu --sizes tiny --seconds 60
@@ -44,7 +45,7 @@ from typing import Any
 import torch
 from contest.case import SIZES, Case
 from contest.engines import everyone
-from contest.results import RESULTS, provenance, rounded
+from contest.results import RESULTS, provenance, rounded, write_block
 from contest.show import show_case
 from contest.summary import Round, base_of, curve, distance
 from contest.world import RunError, one_round, run
@@ -71,6 +72,7 @@ PARTS = {
 }  # fmt: skip
 """The parts of the campaign, and the seconds of each: 460 in all."""
 DEFAULT_SIZES = {"engines": "small,large", "offload": "1.3b,7b,2.7b"}  # what matters most, first
+PAGE = Path(__file__).parents[1] / "docs" / "measurements" / "gpu.md"
 LARGEST_ON_CPU = 100_000_000  # parameters; above, plain torch on the device is the reference
 
 
@@ -273,6 +275,11 @@ def verdict(part: dict[str, Any]) -> str:
     return f"wrong: {', '.join(wrong)}" if wrong else "right"
 
 
+def _word(cell: object) -> str:
+    """A cell without a figure: verdicts as words, what was said in its first words."""
+    return {True: "right", False: "wrong"}.get(cell, str(cell)[:80]) if cell != "" else ""  # type: ignore[call-overload]
+
+
 def page(about: dict[str, Any], parts: dict[str, dict[str, Any]]) -> list[str]:
     """The campaign as a page of Markdown: a table for each part."""
     lines = [f"# One device: {about['machine']}", "", f"Commit {about['commit']}, {about['date']}."]
@@ -284,7 +291,7 @@ def page(about: dict[str, Any], parts: dict[str, dict[str, Any]]) -> list[str]:
             lines += ["", f"| what | {' | '.join(columns)} |", "| --- " * (1 + len(columns)) + "|"]
         for row in rows:
             cells = [row.get(key, "") for key in columns]
-            told = [f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells]
+            told = [f"{cell:.4g}" if isinstance(cell, float) else _word(cell) for cell in cells]
             lines.append(f"| {row['what']} | {' | '.join(told)} |")
     return lines
 
@@ -294,7 +301,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    whats = ["campaign", *DEFAULT_SIZES]
+    whats = ["campaign", "page", *DEFAULT_SIZES]
     parser.add_argument("what", nargs="?", default="campaign", choices=whats)
     parser.add_argument("--small", action="store_true", help="the campaign in miniature")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
@@ -303,6 +310,10 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 120)
+    if options.what == "page":
+        found = json.loads(max(options.results.glob("*-gpu-campaign.json")).read_text())
+        write_block(PAGE, "campaign", page(found, found["parts"])[2:])
+        return 0
     if options.device == "cuda" and not torch.cuda.is_available():
         console.print("no CUDA device here: nothing was measured")
         return 2

@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -83,8 +82,11 @@ def absent(what: str, why: str) -> Row:
 
 
 def correctness(ask: Ask) -> list[Row]:
-    """Tests of the device, kernels to the bit, a loopback, and mutants that have to fail."""
-    rows = [_ended("bits of kernels", [sys.executable, "-m", PROGRAM, ask.device.type], ask)]
+    """Tests of the device, kernels to the bit, and a loopback through the whole transport."""
+    rows = [
+        _ended(what, [sys.executable, "-m", program, ask.device.type], ask)
+        for what, program in PROGRAMS.items()
+    ]
     tests = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/laws/test_gpu.py"]
     if ask.is_cuda:
         rows.append(_ended("tests of the device", tests, ask))
@@ -98,19 +100,22 @@ def correctness(ask: Ask) -> list[Row]:
                 same = all(map(torch.equal, wanted, looped(ask, codec, packs=packs)))
                 what = f"loopback, {codec}, {'flat' if packs else 'grouped'}"
                 rows.append({"what": what, "is_right": same})
-        rows += _mutants(ask)
     return rows
 
 
-PROGRAM = "tests.support.programs.fused_bits"
+PROGRAMS = {
+    "bits of kernels": "tests.support.programs.fused_bits",
+    "products of kernels": "tests.support.programs.product_bits",
+}
 
 
 def _ended(what: str, command: list[str], ask: Ask, **variables: str) -> Row:
     """Whether a command of the repository ends well; its last line if not."""
-    if command[2] == PROGRAM and not ask.is_cuda:
+    is_of_triton = command[2] in PROGRAMS.values()
+    if is_of_triton and not ask.is_cuda:
         variables["TRITON_INTERPRET"] = "1"
         command = command[:3]
-    if command[2] == PROGRAM and not _has_triton():
+    if is_of_triton and not _has_triton():
         return absent(what, "Triton is not installed")
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True
@@ -164,35 +169,6 @@ def looped(ask: Ask, codec: str, *, packs: bool) -> list[Tensor]:
         Reduction(partials, cut, out, [True, False, True, False], "reduce")
     ).wait()
     return [tensor.cpu() for tensor in (flat, *out)]
-
-
-def _mutants(ask: Ask) -> list[Row]:
-    """Orders between streams that are left out have to show."""
-    names = {"compute does not wait for messages": "wait"}
-    if not ask.is_cuda:
-        return [absent(f"mutant: {name}", "the CPU has no streams") for name in names]
-    rows: list[Row] = []
-    for name, attribute in names.items():
-        wanted = looped(ask, "exact", packs=False)
-        with mock.patch.object(accelerator, attribute), _slow_streams():
-            got = looped(ask, "exact", packs=False)
-        rows.append({"what": f"mutant: {name}", "is_right": not all(map(torch.equal, wanted, got))})
-    return rows
-
-
-@contextmanager
-def _slow_streams() -> Any:
-    """Every new stream begins with 50 ms of nothing, so that who does not wait is too early."""
-    new = accelerator.new
-
-    def slow(device: torch.device) -> Any:
-        stream = new(device)
-        with stream:
-            torch.cuda._sleep(100_000_000)
-        return stream
-
-    with mock.patch.object(accelerator, "new", slow):
-        yield
 
 
 # 2: the host
@@ -318,7 +294,7 @@ def _products(ask: Ask, rest: str, width: int) -> list[Row]:
 
     return [
         {
-            "what": f"{rest}, {count} rows",
+            "what": f"{rest}, {count} rows, one call",
             "times_as_fast_as_bf16": seconds(exact, count) / seconds(small, count),
         }
         for count in (1, 16, 256)

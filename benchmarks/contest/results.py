@@ -100,11 +100,13 @@ def _commit() -> str:
         where = RESULTS.parent.parent
         return subprocess.run(command, capture_output=True, text=True, check=True, cwd=where).stdout
 
+    if "COMMIT" in os.environ:  # of a copy without its history
+        return os.environ["COMMIT"]
     try:
         changed = git("status", "--porcelain", "--", "src", "benchmarks", ":!benchmarks/results")
         return git("rev-parse", "--short=10", "HEAD").strip() + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("COMMIT", "unknown")  # of a copy without its history
+        return "unknown"
 
 
 def _machine() -> dict[str, Any]:

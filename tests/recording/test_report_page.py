@@ -546,7 +546,7 @@ def test_two_runs_of_one_model_are_compared_and_two_models_refused(tmp_path):
     done = command("report", str(tmp_path / "a"), str(tmp_path / "b"))
     assert (done.returncode, done.stderr) == (0, "")
     (row,) = [line for line in done.stdout.splitlines() if line.startswith("recorded step")]
-    assert row.split() == ["recorded", "step", "101", "ms", "200", "ms", "+98.0", "%"]
+    assert row.split() == ["recorded", "step", "101", "ms", "200", "ms", "+98", "%"]
     assert "first run: " in done.stdout
     assert (tmp_path / "b" / "compare.html").exists()
     refused = command("report", str(tmp_path / "a"), str(tmp_path / "c"))

@@ -13,6 +13,7 @@ like the parameter, so state dicts, schedulers and checkpoints see ordinary per-
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
@@ -48,6 +49,7 @@ class OptimizerBinding:
     def __init__(self, optimizer: Optimizer, engine: Engine) -> None:
         self.engines: list[Engine] = []
         self._state_bytes: dict[Engine, Account] = {}
+        self._counted: list[Any] = []  # states whose bytes are known
         behaviour = behaviour_of(optimizer)
         self.is_flat = behaviour.is_flat(engine.recipe.rest_world)
         # its closure runs in the midst of a step, so it steps the sharded parameters themselves
@@ -75,6 +77,7 @@ class OptimizerBinding:
         """Step the parameters of one more engine as well."""
         self._check_tiers(optimizer, engine)
         self.engines.append(engine)
+        self._counted = []  # those of the new engine are not
         self._state_bytes[engine] = Account(
             self, Kind.OPTIMIZER, engine.context.store.name, engine.ledger
         )
@@ -265,8 +268,8 @@ class OptimizerBinding:
                     state[tensor] = entry
         self._shown, self._common = _copied(state), common_state(stepped)
         optimizer.state = stepped_state({**state, **self._common}, self.engines)
+        self._count_states(state)
         for engine in self.engines:
-            self._state_bytes[engine].set(self._state_nbytes(state, engine))
             engine.ledger.end_step(self)
             engine.after_step(units, self._strategy.rounded)
 
@@ -350,6 +353,16 @@ class OptimizerBinding:
                     self._strategy.import_state(parameter, own)
         self._common = common_state(state)
         self._shown = _copied({k: v for k, v in dict.items(state) if k not in self._common})
+
+    def _count_states(self, state: dict[Tensor, State]) -> None:
+        """Count the bytes of states, unless all of them are the tensors that were counted."""
+        values = [value for entry in state.values() for value in entry.values()]
+        known, self._counted = self._counted, values
+        is_known = len(known) == len(values) and all(map(operator.is_, known, values))
+        if is_known and not any(isinstance(value, dict | list) for value in values):  # they grow
+            return
+        for engine in self.engines:
+            self._state_bytes[engine].set(self._state_nbytes(state, engine))
 
     def _state_nbytes(self, state: dict[Tensor, State], engine: Engine) -> int:
         """Return the bytes of per-element state, once per storage, without the units' moments."""

@@ -56,27 +56,32 @@ def _of_int8(
 @triton.jit
 def _of_int4(
     x, payload, table, out, num_rows, num_outputs, padded,
-    num_columns: tl.constexpr, rows: tl.constexpr, outputs: tl.constexpr,
+    num_columns: tl.constexpr, rows: tl.constexpr, outputs: tl.constexpr, taken: tl.constexpr,
     is_interpreted: tl.constexpr,
 ):  # fmt: skip
-    """The same for groups of 64 columns: low nibbles are the first half of a group's columns."""
+    """The same for groups of 64 columns, `taken` at a time: low nibbles are a group's first half."""
     row = tl.program_id(1) * rows + tl.arange(0, rows)
     output = tl.program_id(0) * outputs + tl.arange(0, outputs)
-    half = tl.arange(0, _HALF)
     groups: tl.constexpr = (num_columns + _GROUP - 1) // _GROUP
-    at = payload + output[:, None].to(tl.int64) * groups * _HALF + half[None, :]
+    group = tl.arange(0, taken)
+    byte = tl.arange(0, taken * _HALF)
+    at = payload + output[:, None].to(tl.int64) * groups * _HALF
     sums = tl.zeros((rows, outputs), tl.float32)
-    for group in range(0, groups):
-        q = tl.load(at + group * _HALF, output[:, None] < padded, other=0)
-        entry = table + (group * padded + output) * 2
-        scale = tl.load(entry, output < padded, other=0.0).to(tl.float32)
-        zero = tl.load(entry + 1, output < padded, other=0.0).to(tl.float32)
-        low = ((q & 15).to(tl.float32) - 8) * scale[:, None] + zero[:, None]
-        high = ((q >> 4).to(tl.float32) - 8) * scale[:, None] + zero[:, None]
-        column = group * _GROUP + half
+    for first in range(0, groups, taken):
+        is_there = (output[:, None] < padded) & (first + group[None, :] < groups)
+        entry = table + ((first + group[None, :]) * padded + output[:, None]) * 2
+        scale = tl.load(entry, is_there, other=0.0).to(tl.float32)[:, :, None]
+        zero = tl.load(entry + 1, is_there, other=0.0).to(tl.float32)[:, :, None]
+        place = first * _HALF + byte[None, :]
+        q = tl.load(at + place, (output[:, None] < padded) & (place < groups * _HALF), other=0)
+        q = tl.reshape(q, (outputs, taken, _HALF))
+        low = ((q & 15).to(tl.float32) - 8) * scale + zero
+        high = ((q >> 4).to(tl.float32) - 8) * scale + zero
+        low = _operand(tl.reshape(low, (outputs, taken * _HALF)), is_interpreted)
+        high = _operand(tl.reshape(high, (outputs, taken * _HALF)), is_interpreted)
+        column = (first + byte // _HALF) * _GROUP + byte % _HALF
         left = _inputs(x, row, column, num_rows, num_columns)
         right = _inputs(x, row, column + _HALF, num_rows, num_columns)
-        low, high = _operand(low, is_interpreted), _operand(high, is_interpreted)
         sums += tl.dot(_operand(left, is_interpreted), tl.trans(low))
         sums += tl.dot(_operand(right, is_interpreted), tl.trans(high))
     place = out + row[:, None].to(tl.int64) * num_outputs + output[None, :]
@@ -97,7 +102,8 @@ def product(x: Tensor, payload: Tensor, table: Tensor, num_outputs: int, *, is_i
     parts = x.contiguous(), payload, table, out, num_rows, num_outputs
     kernel: Any = _of_int4 if is_int4 else _of_int8
     if is_int4:
-        kernel[grid](*parts, len(payload), **sizes, num_stages=4)
+        taken = 4 if rows == 16 else 2
+        kernel[grid](*parts, len(payload), **sizes, taken=taken, num_stages=3)
     else:
         step = 256 if rows == 16 else 128
         kernel[grid](*parts, payload.shape[1], **sizes, step=step, num_stages=3)
