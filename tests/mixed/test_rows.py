@@ -374,7 +374,7 @@ def train_at_two_speeds(rank, is_queued):
     dist.all_gather_object(everyone, (lengths, found.row_shares))
     (first, shares), (second, others) = everyone
     assert shares == others
-    assert 0.6 < shares[0] < 1.0, "about three quarters where nothing else runs"
+    assert 0.5 < shares[0] < 1.0, "about three quarters, less where other work takes the cores"
     assert "rows by speed" in str(found)
     assert {a + b for a, b in zip(first, second, strict=True)} <= {16, 200 % 16}
     assert first[:5] == [8] * 5

@@ -59,7 +59,7 @@ def _of_int4(
     num_columns: tl.constexpr, rows: tl.constexpr, outputs: tl.constexpr, taken: tl.constexpr,
     is_interpreted: tl.constexpr,
 ):  # fmt: skip
-    """The same for groups of 64 columns, `taken` at a time: low nibbles are a group's first half."""
+    """The same for groups of 64 columns, `taken` at once: low nibbles are a group's first half."""
     row = tl.program_id(1) * rows + tl.arange(0, rows)
     output = tl.program_id(0) * outputs + tl.arange(0, outputs)
     groups: tl.constexpr = (num_columns + _GROUP - 1) // _GROUP
