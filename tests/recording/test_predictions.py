@@ -131,6 +131,23 @@ def test_adapters_that_were_merged_inside_unsharded_hold_what_was_predicted(
     run_ranks(world_size, body)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_one_rank_that_sums_two_backwards_holds_what_was_predicted(name):
+    """Accelerate accumulates so on one rank, without a word to the module."""
+    model = seeded(lambda: built(name))
+    optimizer = torch.optim.AdamW(model.parameters())
+    onefold.shard(model, optimizer, stage=3)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        for _ in range(2):
+            model(**batch(name, generator)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    report = onefold.report(model)
+    assert report.differing() == {}
+    assert "more than 5 %" not in report.verdict
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_saving_and_generating_hold_what_was_predicted(stage, tmp_path):
     def body(rank: int) -> None:

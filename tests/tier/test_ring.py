@@ -179,4 +179,5 @@ def test_a_ring_reserves_its_free_slots_more_at_most(vocab, monkeypatch):
         reserved[has_ring] = allocator.reserved
         print(f"\n{has_ring}: {allocator.reserved:,} reserved, {allocator.peak:,} allocated")
     largest = 4 * 128 * max(vocab, 8 * 128) * 64
-    assert reserved[True] <= reserved[False] + device.MAX_SLOTS * largest
+    # one more: a message may land later in one of the two runs
+    assert reserved[True] <= reserved[False] + (device.MAX_SLOTS + 1) * largest

@@ -223,11 +223,11 @@ def _adapters(resolved: Resolved, engine: Engine) -> list[Unit]:
 
 def _fill(unit: Unit, plan: UnitPlan, context: Context, source: Source) -> None:
     """Give a unit's parameters their values, keep this rank's shard, and free the rest."""
-    nbytes = sum(owned.parameter.nbytes for owned in plan.members)
-    with explaining(context.ledger, nbytes, "weight", context.store.name):
-        materialise(plan, context.store.device, *source)
-        for owned in plan.members:  # unit by unit: the device never holds more than one
-            move(owned, context.store.device)
+    device, room = context.store.device, partial(explaining, context.ledger)
+    materialise(plan, device, room, *source)
+    for owned in plan.members:  # unit by unit: the device never holds more than one
+        with room(owned.parameter.nbytes):
+            move(owned, device)
     originals = [owned.parameter for owned in plan.members]
     values = source[1]
     promised = {owned.fqn for owned in plan.members if values is not None and owned.fqn in values}

@@ -216,7 +216,7 @@ class Engine:
         """The first node of this module's graph is about to run; queue `end_backward`."""
         if self.schedule.is_backward:
             return
-        is_first = not any(unit.gradient.shown for unit in self.units)
+        is_first = not any(unit.shows_gradients() for unit in self.units)
         self.facts.begin_backward(is_first=is_first)
         for unit in self.units:
             unit.gradient.begin()

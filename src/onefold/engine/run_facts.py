@@ -19,6 +19,7 @@ class Course:
 
     Attributes:
         accumulates: steps have several micro-batches.
+        repeats: steps have several backwards, each of which reduces.
         events: those of a micro-batch; none: each unit is used once, in order.
         most_kept: bytes of unsharded weights that `onefold.generating` kept.
         most_shown: bytes of the buffers of `onefold.unsharded`.
@@ -28,6 +29,7 @@ class Course:
     events: tuple[Noted, ...] = ()
     most_kept: int = 0
     most_shown: int = 0
+    repeats: bool = False
 
 
 class Prediction(Protocol):
@@ -100,7 +102,10 @@ class RunFacts:
 
     def predicted_peaks(self, events: Iterable[Noted] = ()) -> dict[str, int]:
         """Return the highest prediction: one for all the shares that the run has had."""
-        course = Course(self._has_accumulated, tuple(events), self.most_kept, self.most_shown)
+        course = Course(
+            self._has_accumulated, tuple(events), self.most_kept, self.most_shown,
+            repeats=self.most_backwards > 1,
+        )  # fmt: skip
         highest: dict[str, int] = {}
         for prediction in self.predictions:
             for kind, nbytes in prediction.peaks(course).items():

@@ -242,8 +242,10 @@ class Expectation:
         recipe, rank = self.recipe, self.rank
         known = (event for event in course.events if event.unit < len(recipe.units))
         trace = bare(recipe.units, [_event(event) for event in known])
+        is_summed = course.repeats and recipe.world_size == 1  # onto gradients that rest there
+        accumulates = course.accumulates or is_summed
         step = forecast(
-            trace, recipe, accumulate=1 + course.accumulates, rank=rank, shown=course.most_shown
+            trace, recipe, accumulate=1 + accumulates, rank=rank, shown=course.most_shown
         )
         kinds = _without_disk(step.most)
         kinds["all"] = step.peaks["device"] + step.peaks.get("cpu", 0)

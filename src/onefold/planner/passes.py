@@ -242,6 +242,8 @@ class _Player:
 class _Slot:
     """Stands for a `Room` of tier/slots.py: bytes that are counted while it lives."""
 
+    leaving = None  # no copies
+
     def __init__(self, nbytes: int, counter: ByteCounter) -> None:
         self.nbytes = round_up(max(1, nbytes), PAGE_NBYTES)
         self._counter = counter

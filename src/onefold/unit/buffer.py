@@ -24,7 +24,9 @@ def _own_references() -> int:
 
 
 @contextmanager
-def explaining(ledger: Ledger, nbytes: int, kind: str, tier: str) -> Iterator[None]:
+def explaining(
+    ledger: Ledger, nbytes: int, kind: str = "weight", tier: str = "device"
+) -> Iterator[None]:
     """Turn an allocation error into one that names the request, the bytes held and a remedy."""
     try:
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,6 +20,9 @@ from onefold.wire.collectives import Group
 if TYPE_CHECKING:
     from onefold.tier.files import FileRows
     from onefold.unit.parameter import UnitParameter
+
+Room = Callable[[int], AbstractContextManager[None]]
+"""A context that explains an error for want of so many bytes."""
 
 PROMISED = "_onefold_promised_values"
 """The attribute of a module that is not sharded yet that says where its values will come from."""
@@ -56,8 +60,9 @@ def initialisers_of(tree: ModuleTree) -> Initialisers:
 
 
 def materialise(
-    plan: UnitPlan, device: torch.device, initialisers: Initialisers, values: Values | None = None
-) -> None:
+    plan: UnitPlan, device: torch.device, room: Room, initialisers: Initialisers,
+    values: Values | None = None,
+) -> None:  # fmt: skip
     """Give real memory and initial values to the unit's parameters that are on `meta`.
 
     Each owning module is initialised by the model around it or by its own `reset_parameters`, in
@@ -74,7 +79,9 @@ def materialise(
         if owned.parameter.is_meta:
             _refuse_cut(owned)
             owners[id(owned.owners[0][0])] = owned.owners[0][0]
-            _replace(owned, _blank(owned.parameter, device))
+            with room(owned.parameter.nbytes):
+                blank = _blank(owned.parameter, device)
+            _replace(owned, blank)
         mine.add(id(owned.parameter))
     for module in owners.values():
         elsewhere = {

@@ -269,6 +269,13 @@ class Unit(UnitWeights):
             self._gathered = self.edits.all()
             self.gather.follow(self.unsharded, before)
 
+    def shows_gradients(self) -> bool:
+        """True if gradients of an earlier backward were not cleared."""
+        if self.gradient.shown or self.context.world_size > 1:
+            return bool(self.gradient.shown)
+        with torch._C.DisableTorchFunctionSubclass():  # of one rank they may be autograd's own
+            return any(parameter.sharded.grad is not None for parameter in self.parameters)
+
     def replaced(self) -> None:
         """Weights were read anew on every rank, into the master where there is one."""
         self.publish(is_rounded=False)
