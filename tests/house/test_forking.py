@@ -67,6 +67,21 @@ def test_forked_ranks_multiply_right_after_threads_did():
         run_processes(2, _multiplies)
 
 
+def _adds_on_two_threads() -> None:
+    torch.set_num_threads(2)
+    x = torch.ones(2_000_000)
+    (x + x).sum()
+
+
+@pytest.mark.process
+def test_a_fork_uses_several_threads_right_after_this_process_did():
+    before = torch.get_num_threads()
+    _adds_on_two_threads()
+    torch.set_num_threads(before)
+    command = Command(_adds_on_two_threads, ["add"], None, 60.0, forks_ranks=False)
+    assert command.end().returncode == 0
+
+
 HELD = threading.Lock()
 RANK = """
 import os, sys

@@ -4,19 +4,27 @@ A thread that is over for Python still gives back what libraries keep for each t
 locks. A process that is forked meanwhile has these locked for good, and spins in its first matrix
 product (MKL; three of four children within a hundred tries beside busy cores, none of 1,600 so).
 On a full machine a thread may wait for long until it can end: it is runnable then.
+
+The team of OpenMP goes too. A fork has none of its threads, and would wait for them in its first
+loop of several threads: launches of one rank, which has all cores, hung in CI.
 """
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 import time
 from pathlib import Path
 
+import torch
+
 HANG_S = 300.0
 """A wait in a test that takes longer is a hang: minutes, as other work may fill the machine."""
 
 TASKS = Path("/proc/self/task")
+SOFT = 1
+"""Of omp_pause_resource_t: threads end, settings stay."""
 PATIENCE_S, RUNNABLE_S, POLL_S = 0.5, 20.0, 0.002
 
 _staying: set[int] = (
@@ -28,6 +36,7 @@ def await_ended_threads() -> None:
     """Return when no thread of this process is about to end, or none has run for `PATIENCE_S`."""
     if sys.platform != "linux":
         return
+    _end_openmp_threads()
     begun = last_ran = time.monotonic()
     while ending := _ending():
         now = time.monotonic()
@@ -37,6 +46,12 @@ def await_ended_threads() -> None:
             _staying.update(ending)
             return
         time.sleep(POLL_S)
+
+
+def _end_openmp_threads() -> None:
+    """End this thread's team of OpenMP: a fork would wait for it in its first parallel loop."""
+    for library in (Path(torch.__file__).parent / "lib").glob("libgomp*"):
+        ctypes.CDLL(str(library)).omp_pause_resource_all(SOFT)
 
 
 def _ending() -> set[int]:
