@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 
-class _Call:
+class _Forward:
     """A forward that runs: the bytes when it began, and what the modules inside have left."""
 
     def __init__(self, began: int) -> None:
@@ -30,7 +30,7 @@ class ModuleBytes:
     def __init__(self, read: Callable[[], int]) -> None:
         self.nbytes: dict[str, float] = {}
         self._read = read
-        self._calls: list[_Call] = []
+        self._calls: list[_Forward] = []
         self._thread = get_ident()
         self._handles: list[Any] = []
 
@@ -61,7 +61,7 @@ class ModuleBytes:
     @torch._disable_dynamo  # [Note: torch.compile] in engine/hooks.py
     def _enter(self, *_: object) -> None:
         if self._counts():
-            self._calls.append(_Call(self._read()))
+            self._calls.append(_Forward(self._read()))
 
     @torch._disable_dynamo
     def _leave(self, name: str, *_: object) -> None:

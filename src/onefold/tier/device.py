@@ -172,8 +172,8 @@ class InRing(Resizable):
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, ring: Ring) -> None:
         super().__init__(numel, dtype, device)
         self._ring = ring
-        self._home: Slot | None = None  # the first slot that it had
-        self._place: Slot | None = None
+        self._home: RingSlot | None = None  # the first slot that it had
+        self._place: RingSlot | None = None
 
     def release(self) -> None:
         place, self._place = self._place, None
@@ -188,7 +188,7 @@ class InRing(Resizable):
             self._home = self._place
 
 
-class Slot:
+class RingSlot:
     """Memory for one unit's buffer at a time; `spare` has its bytes while it is free.
 
     A slot that is given up has 0 bytes.
@@ -212,9 +212,9 @@ class Ring:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._free: list[Slot] = []  # oldest first
+        self._free: list[RingSlot] = []  # oldest first
 
-    def take(self, storage: torch.UntypedStorage, nbytes: int, home: Slot | None) -> Slot:
+    def take(self, storage: torch.UntypedStorage, nbytes: int, home: RingSlot | None) -> RingSlot:
         """Give `storage` the bytes of a free slot, or new ones: at least `nbytes`."""
         fitting = [slot for slot in self._free if nbytes <= slot.nbytes <= MOST_TIMES * nbytes]
         if not fitting:
@@ -227,7 +227,7 @@ class Ring:
         _swap(storage, slot.spare)
         return slot
 
-    def _make(self, storage: torch.UntypedStorage, nbytes: int) -> Slot:
+    def _make(self, storage: torch.UntypedStorage, nbytes: int) -> RingSlot:
         try:
             storage.resize_(nbytes)
         except torch.OutOfMemoryError:
@@ -235,9 +235,9 @@ class Ring:
                 raise
             self._give_up(len(self._free))  # slots of other sizes
             storage.resize_(nbytes)
-        return Slot(nbytes, self._device)
+        return RingSlot(nbytes, self._device)
 
-    def give(self, storage: torch.UntypedStorage, slot: Slot) -> None:
+    def give(self, storage: torch.UntypedStorage, slot: RingSlot) -> None:
         """Keep the bytes of a storage in its slot; free those of an older slot."""
         _swap(storage, slot.spare)
         slot.behind = accelerator.current(self._device)

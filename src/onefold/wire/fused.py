@@ -32,7 +32,7 @@ DEVICES = frozenset({"cuda"})
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-class Row(NamedTuple):
+class MessageRow(NamedTuple):
     """One part of a message: addresses in bytes, as the kernels read them."""
 
     is_quantized: int
@@ -59,7 +59,7 @@ class Kernels:
         self.is_broken = False
 
     def run(
-        self, name: str, rows: Sequence[Row], device: torch.device, group: int,
+        self, name: str, rows: Sequence[MessageRow], device: torch.device, group: int,
         numbers: Sequence[Any] = (), **constants: Any,
     ) -> bool:  # fmt: skip
         """Launch a kernel over rows, in groups of elements; False if it could not begin."""
@@ -131,13 +131,18 @@ class FusedCodec:
             "is_int4": codec.word == "int4", "is_rotated": codec.is_rotated, "tail": TAIL,
         }  # fmt: skip
 
-    def row(self, numel: int, message: int, *, is_quantized: bool, **others: int) -> Row:
+    def row(self, numel: int, message: int, *, is_quantized: bool, **others: int) -> MessageRow:
         """The row of a part whose message is at this address."""
         payload = message + 2 * -(-numel // self.codec.group) * is_quantized
-        return Row(int(is_quantized), numel, message, payload, **others)
+        return MessageRow(int(is_quantized), numel, message, payload, **others)
 
     def encode(
-        self, rows: Sequence[Row], device: torch.device, dtype: torch.dtype, *, has_base: bool
+        self,
+        rows: Sequence[MessageRow],
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        has_base: bool,
     ) -> bool:
         """Write a message whose exact parts have `dtype`; False if nothing was begun."""
         return self._run(
@@ -146,21 +151,21 @@ class FusedCodec:
         )  # fmt: skip
 
     def decode(
-        self, rows: Sequence[Row], device: torch.device, dtype: torch.dtype, *, adds: bool
+        self, rows: Sequence[MessageRow], device: torch.device, dtype: torch.dtype, *, adds: bool
     ) -> bool:
         """Read messages into values of `dtype`, or add them; False if nothing was begun."""
         return self._run("decode", rows, device, dtype, adds=adds)
 
     def average(
-        self, rows: Sequence[Row], device: torch.device, dtype: torch.dtype, into: torch.dtype,
-        numbers: tuple[int, int, int, float],
+        self, rows: Sequence[MessageRow], device: torch.device, dtype: torch.dtype,
+        into: torch.dtype, numbers: tuple[int, int, int, float],
     ) -> bool:  # fmt: skip
         """Sum the messages of `numbers`: ranks, this rank, bytes of a message, the scale."""
         into_bf16 = into == torch.bfloat16
         return self._run("average", rows, device, dtype, numbers, into_bf16=into_bf16)
 
     def _run(
-        self, name: str, rows: Sequence[Row], device: torch.device, dtype: torch.dtype,
+        self, name: str, rows: Sequence[MessageRow], device: torch.device, dtype: torch.dtype,
         numbers: Sequence[Any] = (), **constants: Any,
     ) -> bool:  # fmt: skip
         kernels = kernels_for(device)
@@ -188,7 +193,7 @@ def mean(
     ranks, device = len(parts), target.device
     pieces = on_device([address(part) for parts, _, _ in means for part in parts], device)
     rows = [
-        Row(0, target.numel(), index * ranks, 0, 0, address(target), is_fresh=int(is_fresh))
+        MessageRow(0, target.numel(), index * ranks, 0, 0, address(target), is_fresh=int(is_fresh))
         for index, (_, target, is_fresh) in enumerate(means)
     ]
     return kernels.run(

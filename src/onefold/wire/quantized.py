@@ -19,7 +19,7 @@ from torch.autograd.graph import increment_version
 
 from onefold.layout.messages import Part, QuantizedMessages
 from onefold.wire.codec import Codec, encode_with_feedback
-from onefold.wire.fused import DTYPES, FusedCodec, Row, address, kernels_for
+from onefold.wire.fused import DTYPES, FusedCodec, MessageRow, address, kernels_for
 from onefold.wire.message_cut import MessageLayout
 from onefold.wire.ticket import Ticket
 from onefold.wire.transport import Composed, Reduction, SendRows
@@ -89,7 +89,9 @@ class Quantized:
                     self.codec.decode(part, target)
         return None
 
-    def _row(self, part: Part, message: int, values: int, dtype: torch.dtype, **others: int) -> Row:
+    def _row(
+        self, part: Part, message: int, values: int, dtype: torch.dtype, **others: int
+    ) -> MessageRow:
         """One part of a message that begins at an address, and its values at another."""
         numel, is_narrow = part.rows.stop - part.rows.start, int(dtype == torch.bfloat16)
         return self._fused.row(
@@ -102,7 +104,7 @@ class Quantized:
     ) -> None:
         """Code own rows, or with a base their differences to `full`."""
         if kernels_for(full.device) is not None:
-            has_base, table = own is not None and own.has_base, list[Row]()
+            has_base, table = own is not None and own.has_base, list[MessageRow]()
             for part in parts:
                 start, own_rows = part.rows.start, None if own is None else own.rows[part.region]
                 values = full[part.rows] if own_rows is None else own_rows
@@ -175,7 +177,7 @@ class Quantized:
     def _pack(self, reduction: Reduction, messages: QuantizedMessages, sent: Tensor) -> None:
         """Write each other rank's message."""
         rank, partials = self.group.rank, reduction.partials
-        dtype, table = partials[-1].dtype, list[Row]()
+        dtype, table = partials[-1].dtype, list[MessageRow]()
         if kernels_for(sent.device) is not None and {p.dtype for p in partials} <= set(DTYPES):
             for receiver, (start, _) in enumerate(messages.spans):
                 for part in messages.parts[receiver] if receiver != rank else ():

@@ -22,7 +22,7 @@ from onefold.wire import fused
 from onefold.wire.codec import Codec, encode_with_feedback
 from onefold.wire.collectives import Group
 from onefold.wire.exchange import Exchange
-from onefold.wire.fused import FusedCodec, Row, address
+from onefold.wire.fused import FusedCodec, MessageRow, address
 from onefold.wire.message_cut import MessageLayout
 from onefold.wire.quantized import Quantized
 from onefold.wire.transport import Composed, Reduction, SendRows
@@ -67,7 +67,7 @@ def check_codec(codec: Codec, dtype: torch.dtype) -> None:
 
     def rows_of(
         messages: list[torch.Tensor], values: list[torch.Tensor], **others: list[int]
-    ) -> list[Row]:
+    ) -> list[MessageRow]:
         return [
             kernels.row(len(v), address(m), is_quantized=True, values=address(v), is_narrow=narrow,
                         **{name: of[i] for name, of in others.items()})
