@@ -65,4 +65,5 @@ def test_a_module_trains_saves_and_loads_without_the_calls_of_linux(offload, tmp
         timeout=HANG_S, cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "within 5 %" in done.stdout
+    assert "predicted" in done.stdout
+    assert "more than 5 %" not in done.stdout

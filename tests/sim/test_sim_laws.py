@@ -225,7 +225,8 @@ def streamed(rank: int, tokens: Tensor, folder: Any) -> list[Tensor]:
         budget = sum(p.nbytes for p in module.parameters()) // 2 + 20_000
         onefold.stream(module, budget=budget, offload=offload)
         with torch.no_grad():
-            found += [module(tokens.to(device())).cpu() for _ in range(2)]
+            inputs = tokens.to(device()), tokens  # and where its parameters rest
+            found += [module(batch).cpu() for batch in inputs]
         del module
         gc.collect()
     return found
