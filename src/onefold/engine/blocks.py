@@ -119,6 +119,8 @@ class UnitStep:
     """
 
     def __init__(self, unit: Unit, segments: Sequence[Segment]) -> None:
+        # behind what blocks of a thread have changed, by its number
+        self.leaving: dict[int, accelerator.Event] = {}
         self.stepped = unit.weight if unit.master is None else unit.master
         names = dict.fromkeys(name for segment in segments for name in segment.moments)
         self.moments = {name: unit.moments[name] for name in names}
@@ -136,8 +138,6 @@ class UnitStep:
             if segment.start == segment.stop or is_remote:
                 segment.step_numbers(self.stepped.tensor.dtype)
         self._tasks: list[Task] = []
-        # behind what blocks of a thread have changed, by its number
-        self.leaving: dict[int, accelerator.Event] = {}
         numel, block_numel = len(unit.weight.tensor), _of_unit(unit)
         for start in range(0, numel, block_numel):
             stop = min(start + block_numel, numel)

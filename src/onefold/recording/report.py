@@ -125,10 +125,9 @@ class Report:
             peak = format_bytes(wanted)
             if got >= (1 - TOLERANCE) * wanted:
                 return f"predicted {peak} at the peak: within 5 %, each kind too"
-            least = min(
-                UPPER_BOUNDS, key=lambda kind: self._peak(kind) - self.predicted.get(kind, 0)
-            )
-            return f"predicted at most {peak}, held {format_bytes(got)}: {least} needed less"
+            surplus = {k: self.predicted.get(k, 0) - self._peak(k) for k in UPPER_BOUNDS}
+            kind = max(surplus, key=surplus.__getitem__)
+            return f"predicted at most {peak}, held {format_bytes(got)}: {kind} needed less"
         pairs = {kind: tuple(map(format_bytes, pair)) for kind, pair in off.items()}
         kinds = ", ".join(f"{kind} {wanted} but {got}" for kind, (wanted, got) in pairs.items())
         return f"predicted peaks are more than 5 % off: {kinds}"

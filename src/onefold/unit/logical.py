@@ -43,6 +43,7 @@ class LogicalValues(DTensor):
     """
 
     _label = "a sharded tensor"  # in errors
+    awaits_readers = True
 
     @property
     def __tensor_flatten__(self) -> Any:  # type: ignore[override]

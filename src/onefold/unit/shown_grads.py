@@ -19,6 +19,7 @@ class RestingGrad(Tensor):
     torch refuses such a gradient, so it is shown as one of the parameter's device.
     """
 
+    awaits_readers = True
     _elsewhere: Tensor | None = None
     """The values, where they are not its own."""
 
@@ -58,7 +59,7 @@ def values_of(leaf: Any) -> Any:
 def await_readers(leaves: Iterable[Any]) -> None:
     """Wait for background steps that still read these gradients, or write to these weights."""
     for leaf in leaves:
-        if isinstance(leaf, Tensor):
+        if getattr(type(leaf), "awaits_readers", False):
             owner = getattr(leaf, "_onefold_owner", None)
             alive = owner() if owner is not None else None
             if alive is not None:

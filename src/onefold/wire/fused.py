@@ -7,9 +7,10 @@ hundreds of launches. A kernel that does not compile is reported once, and not t
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from importlib import import_module
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from onefold.wire.codec import LARGEST, Codec
 from onefold.wire.kernels.compiling import SMALLEST_SCALE, TAIL
 
 LOG = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 PROGRAM_NUMEL = 2048
 """Elements of one program: enough bytes to keep a processor's memory busy."""
@@ -54,7 +56,7 @@ class Kernels:
     """Launches the kernels for tables of rows."""
 
     def __init__(self, module: Any) -> None:
-        self._module = module
+        self.module = module
         self._plans: dict[tuple[object, ...], tuple[Tensor, int]] = {}
         self.is_broken = False
 
@@ -63,21 +65,28 @@ class Kernels:
         numbers: Sequence[Any] = (), **constants: Any,
     ) -> bool:  # fmt: skip
         """Launch a kernel over rows, in groups of elements; False if it could not begin."""
-        if self.is_broken:
-            return False
         block = 1 << (group - 1).bit_length()
         constants |= {"group": group, "block": block, "rows": max(1, PROGRAM_NUMEL // block)}
-        try:
+
+        def begin() -> bool:
             plan, programs = self._plan([row.numel for row in rows], constants, device)
             table = on_device([number for row in rows for number in row], device)
-            self._module.launch(
-                getattr(self._module, name), programs, table, plan, *numbers, **constants
-            )
+            kernel = getattr(self.module, name)
+            self.module.launch(kernel, programs, table, plan, *numbers, **constants)
+            return True
+
+        return self.attempt(name, begin) is True
+
+    def attempt(self, name: str, begin: Callable[[], Result]) -> Result | None:
+        """Return what `begin` does; None if a kernel has failed, this one or one before."""
+        if self.is_broken:
+            return None
+        try:
+            return begin()
         except Exception as error:  # of Triton, its compiler or its driver
             self.is_broken = True
-            LOG.warning("messages take torch's operations: kernel %r failed: %s", name, error)
-            return False
-        return True
+            LOG.warning("torch's operations replace kernel %r, which failed: %s", name, error)
+            return None
 
     def _plan(
         self, numels: list[int], constants: dict[str, Any], device: torch.device
@@ -108,18 +117,17 @@ def on_device(numbers: list[int], device: torch.device) -> Tensor:
 
 
 @cache
-def _load() -> Kernels | None:
+def _load(name: str) -> Kernels | None:
     try:
-        from onefold.wire.kernels import triton_kernels
+        return Kernels(import_module(f"onefold.wire.kernels.{name}"))
     except (ImportError, AttributeError) as error:  # absent, or another version of Triton
-        LOG.warning("messages of a GPU take torch's operations: %s", error)
+        LOG.warning("torch's operations replace the kernels of a GPU: %s", error)
         return None
-    return Kernels(triton_kernels)
 
 
-def kernels_for(device: torch.device) -> Kernels | None:
-    """The kernels for a device, if it runs them."""
-    return _load() if device.type in DEVICES else None
+def kernels_for(device: torch.device, name: str = "triton_kernels") -> Kernels | None:
+    """The kernels of a module of wire/kernels for a device, if it runs them."""
+    return _load(name) if device.type in DEVICES else None
 
 
 class FusedCodec:

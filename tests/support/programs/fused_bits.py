@@ -175,13 +175,13 @@ def check_transport(ranks: int, codec: Codec, dtype: torch.dtype, into: torch.dt
     """With kernels and without them: the same bits on every rank."""
     kernels = fused.kernels_for(DEVICE)
     assert kernels is not None
-    launch, turn = kernels._module.launch, threading.Lock()
+    launch, turn = kernels.module.launch, threading.Lock()
 
     def in_turn(*arguments: Any, **constants: Any) -> None:
         with turn:  # the interpreter runs one kernel at a time
             launch(*arguments, **constants)
 
-    with mock.patch.object(kernels._module, "launch", in_turn):
+    with mock.patch.object(kernels.module, "launch", in_turn):
         mine = run_ranks(ranks, transported, codec, dtype, into)
     assert not kernels.is_broken
     kernels.is_broken = True

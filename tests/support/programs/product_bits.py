@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from onefold.unit import formats, products
+from onefold.wire import fused
 
 DEVICE = torch.device(sys.argv[1] if len(sys.argv) > 1 else "cpu")
 SHAPES = [(1, 64, 64), (3, 33, 50), (16, 96, 130), (40, 70, 192), (100, 130, 320)]
@@ -40,7 +41,7 @@ def check(word: str, rows: int, outputs: int, columns: int) -> None:
 
 def main() -> None:
     """Both formats, all shapes."""
-    products.DEVICES = frozenset({DEVICE.type})
+    fused.DEVICES = frozenset({DEVICE.type})
     for word, shape in product(("int8 rows", "int4 groups (cuda)"), SHAPES):
         check(word, *shape)
 

@@ -31,14 +31,27 @@ def _inputs(x, rows, columns, num_rows, num_columns):
 
 
 @triton.jit
+def _own(axis: tl.constexpr, count: tl.constexpr):
+    """The rows, or outputs, of this program."""
+    return tl.program_id(axis) * count + tl.arange(0, count)
+
+
+@triton.jit
+def _keep(sums, out, rows, outputs, num_rows, num_outputs):
+    """Write a program's part of out [num_rows, num_outputs]."""
+    place = out + rows[:, None].to(tl.int64) * num_outputs + outputs[None, :]
+    is_out = (rows[:, None] < num_rows) & (outputs[None, :] < num_outputs)
+    tl.store(place, sums.to(tl.bfloat16), is_out)
+
+
+@triton.jit
 def _of_int8(
     x, payload, table, out, num_rows, num_outputs, width,
     num_columns: tl.constexpr, rows: tl.constexpr, outputs: tl.constexpr, step: tl.constexpr,
     is_interpreted: tl.constexpr,
 ):  # fmt: skip
     """Rows of x times int8 [outputs, width], transposed; then a scale for each output."""
-    row = tl.program_id(1) * rows + tl.arange(0, rows)
-    output = tl.program_id(0) * outputs + tl.arange(0, outputs)
+    row, output = _own(1, rows), _own(0, outputs)
     at = payload + output[:, None].to(tl.int64) * width
     sums = tl.zeros((rows, outputs), tl.float32)
     for first in range(0, num_columns, step):
@@ -48,9 +61,7 @@ def _of_int8(
         own = _operand(_inputs(x, row, column, num_rows, num_columns), is_interpreted)
         sums += tl.dot(own, tl.trans(q))
     scale = tl.load(table + output, output < num_outputs, other=0.0).to(tl.float32)
-    place = out + row[:, None].to(tl.int64) * num_outputs + output[None, :]
-    is_out = (row[:, None] < num_rows) & (output[None, :] < num_outputs)
-    tl.store(place, (sums * scale[None, :]).to(tl.bfloat16), is_out)
+    _keep(sums * scale[None, :], out, row, output, num_rows, num_outputs)
 
 
 @triton.jit
@@ -60,8 +71,7 @@ def _of_int4(
     is_interpreted: tl.constexpr,
 ):  # fmt: skip
     """The same for groups of 64 columns, `taken` at once: low nibbles are a group's first half."""
-    row = tl.program_id(1) * rows + tl.arange(0, rows)
-    output = tl.program_id(0) * outputs + tl.arange(0, outputs)
+    row, output = _own(1, rows), _own(0, outputs)
     groups: tl.constexpr = (num_columns + _GROUP - 1) // _GROUP
     group = tl.arange(0, taken)
     byte = tl.arange(0, taken * _HALF)
@@ -84,9 +94,7 @@ def _of_int4(
         right = _inputs(x, row, column + _HALF, num_rows, num_columns)
         sums += tl.dot(_operand(left, is_interpreted), tl.trans(low))
         sums += tl.dot(_operand(right, is_interpreted), tl.trans(high))
-    place = out + row[:, None].to(tl.int64) * num_outputs + output[None, :]
-    is_out = (row[:, None] < num_rows) & (output[None, :] < num_outputs)
-    tl.store(place, sums.to(tl.bfloat16), is_out)
+    _keep(sums, out, row, output, num_rows, num_outputs)
 
 
 def product(x: Tensor, payload: Tensor, table: Tensor, num_outputs: int, *, is_int4: bool) -> Any:
