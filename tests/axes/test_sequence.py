@@ -65,7 +65,7 @@ class Net(nn.Module):
         self, tokens: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
         if position_ids is None:
-            position_ids = torch.arange(tokens.shape[1])
+            position_ids = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.tokens(tokens) + self.places(position_ids)
         for block in self.blocks:
             if self.recompute is None:
@@ -132,10 +132,10 @@ def alone(work: Work) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def together(
-    rank: int, work: Work, dp: int, cp: int
+    rank: int, work: Work, dp: int, cp: int, device: str = "cpu"
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The same on dp x cp ranks."""
-    mesh = init_device_mesh("cpu", (dp, cp), mesh_dim_names=("dp", "cp"))
+    mesh = init_device_mesh(device, (dp, cp), mesh_dim_names=("dp", "cp"))
     model = seeded(work.build)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     data = mesh["dp", "cp"]._flatten("data") if work.is_flat else mesh["dp", "cp"]
@@ -144,8 +144,8 @@ def together(
     onefold.shard(model, optimizer, stage=work.stage, mesh=data)
     sequence = sequence or split()
     own = mesh["dp"].get_local_rank()
-    tokens, labels = (each.chunk(dp)[own] for each in work.batch())
-    given = {name: each.chunk(dp)[own] for name, each in work.given.items()}
+    tokens, labels = (each.chunk(dp)[own].to(device) for each in work.batch())
+    given = {name: each.chunk(dp)[own].to(device) for name, each in work.given.items()}
     mine = sequence.labels(labels, shift=work.shift)
     first: dict[str, Tensor] = {}
     for _ in range(max(work.steps, 1)):

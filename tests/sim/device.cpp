@@ -1003,7 +1003,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_has_compatible_shallow_copy_type", has_compatible_type);
   m.impl("native_dropout", native_dropout);
   m.impl("_foreach_copy_", foreach_copy);
-  for (auto name : {"native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward", "native_group_norm", "native_group_norm_backward"})
+  for (auto name : {"native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward", "native_group_norm", "native_group_norm_backward", "split_with_sizes_copy.out", "_chunk_cat", "_chunk_cat.out"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
   // one kernel for a list of tensors, as on CUDA: else the composite would launch one for each
   for (auto& op : c10::Dispatcher::singleton().getAllOpNames())
@@ -1055,7 +1055,9 @@ struct Communicator {
   void await(const WorkPtr& work) {  // on the communicator's stream; returns early if it is ended
     auto done = std::make_shared<bool>(false);
     auto self = this;
-    work->getFuture()->addCallback([self, done](auto&) { { std::lock_guard<std::mutex> g(self->m); *done = true; } self->cv.notify_all(); });
+    c10::intrusive_ptr<c10::ivalue::Future> future;
+    try { future = work->getFuture(); } catch (const c10::Error&) { work->wait(); return; }  // gloo's send and recv have none
+    future->addCallback([self, done](auto&) { { std::lock_guard<std::mutex> g(self->m); *done = true; } self->cv.notify_all(); });
     std::unique_lock<std::mutex> l(m);
     cv.wait(l, [&] { return *done || is_over; });
     TORCH_CHECK(*done, "communicator was aborted: ", failure);
@@ -1283,6 +1285,22 @@ struct SimCCL final : c10d::Backend {
       return std::vector<WorkPtr>{in->alltoall_base(a, b, to, from)};
     };
     return add(std::move(c), out.device().index(), o.asyncOp);
+  }
+  WorkPtr scatter(std::vector<at::Tensor>& outs, std::vector<std::vector<at::Tensor>>& ins, const c10d::ScatterOptions& o) override {
+    Collective c{words("scatter", outs.at(0), outs[0].numel()) + " from " + std::to_string(o.rootRank)};
+    fills(c, outs[0]);
+    std::vector<std::vector<at::Tensor>> from;
+    if (o.rootRank == getRank()) from.emplace_back();
+    for (auto& t : o.rootRank == getRank() ? ins.at(0) : std::vector<at::Tensor>{}) {
+      TORCH_CHECK(t.numel() == outs[0].numel(), "simccl: scatter wants equal pieces");
+      reads(c, t);
+      from[0].push_back(view_of_bytes(t));
+    }
+    auto a = view_of_bytes(outs[0]);
+    c10d::ScatterOptions own;
+    own.rootRank = o.rootRank;
+    c.start = [=, in = inner]() mutable { std::vector<at::Tensor> to{a}; return std::vector<WorkPtr>{in->scatter(to, from, own)}; };
+    return add(std::move(c), outs[0].device().index(), o.asyncOp);
   }
   WorkPtr send(std::vector<at::Tensor>& t, int to, int tag) override {
     Collective c{words("send", t.at(0), t[0].numel())};

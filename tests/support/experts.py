@@ -136,10 +136,10 @@ class Axis:
         return self.replicas * self.experts
 
 
-def sharded(axis: Axis) -> tuple[nn.Module, torch.optim.Optimizer]:
+def sharded(axis: Axis, device: str = "cpu") -> tuple[nn.Module, torch.optim.Optimizer]:
     """The model on this rank, its experts spread; call it inside ranks."""
     mesh = init_device_mesh(
-        "cpu", (axis.replicas, axis.experts), mesh_dim_names=("replica", "expert")
+        device, (axis.replicas, axis.experts), mesh_dim_names=("replica", "expert")
     )
     model = build(axis.dtype, axis.is_listed)
     if axis.is_listed:

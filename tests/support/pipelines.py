@@ -78,8 +78,8 @@ def mean_loss(output: Tensor, target: Tensor) -> Tensor:
     return (output.float() if output.dtype.itemsize < 4 else output).sub(target).pow(2).mean()
 
 
-def mesh_of(pp: int, dp: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (pp, dp), mesh_dim_names=("pp", "dp"))
+def mesh_of(pp: int, dp: int, device: str = "cpu") -> DeviceMesh:
+    return init_device_mesh(device, (pp, dp), mesh_dim_names=("pp", "dp"))
 
 
 class Pipe:
@@ -103,8 +103,8 @@ class Pipe:
             optimizer = torch.optim.AdamW(module.parameters(), lr=lr)
             onefold.shard(module, optimizer, stage=stage, mesh=mesh["dp"], **options)
             self.optimizers.append(optimizer)
-            group = mesh["pp"].get_group()
-            self.stages.append(PipelineStage(module, i, num, torch.device("cpu"), group=group))
+            group, device = mesh["pp"].get_group(), next(module.parameters()).device
+            self.stages.append(PipelineStage(module, i, num, device, group=group))
         stages = self.stages[0] if kind in SINGLE else self.stages
         self.schedule = SCHEDULES[kind](stages, MICROBATCHES, loss_fn=loss, scale_grads=scale_grads)
         if drives:

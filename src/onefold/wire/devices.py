@@ -27,21 +27,25 @@ def device_of(
 ) -> torch.device:
     """The device that a module is sharded on.
 
-    A module on the CPU, or on `meta`, goes to this rank's accelerator, unless the mesh or the
-    process group is for CPUs. Raises `ConfigError` for parameters on several devices.
+    Parameters on the CPU, or on `meta`, go to this rank's accelerator, unless the mesh or the
+    process group is for CPUs. Raises `ConfigError` for parameters on several other devices.
     """
+    cpu = torch.device("cpu")
     names: dict[torch.device, str] = {}  # of one parameter on each device
     for owned in parameters:
         if not owned.parameter.is_meta:
             names.setdefault(owned.parameter.device, owned.fqn)
-    if len(names) > 1:
+    devices = names.keys()
+    if not devices or cpu in devices:
+        devices = (devices - {cpu}) | {_accelerator(group, mesh) or cpu}
+    if len(devices) > 1:
         raise ConfigError(
             "all parameters on one device",
             ", ".join(f"{fqn!r} on {device}" for device, fqn in names.items()),
             hint="move the module to one device before onefold.shard",
         )
-    lies_on = next(iter(names), torch.device("cpu"))
-    return (_accelerator(group, mesh) or lies_on) if lies_on.type == "cpu" else lies_on
+    (device,) = devices
+    return device
 
 
 def _accelerator(group: Group, mesh: DeviceMesh | None) -> torch.device | None:
