@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_iter, tree_map
 
 from onefold.layout.cut import bounds_of
@@ -177,7 +178,7 @@ def _like_target(func: Callable[..., Any], target: Any, operands: Any) -> Any:
 def _own_rows(targets: Any, operands: Any) -> Any:
     """Own rows of each operand of a function that writes to a list, cut as its target is."""
     if not isinstance(operands, list | tuple):
-        return operands
+        return _plain(operands)
     return [_rows_like(target, value) for target, value in zip(targets, operands, strict=False)]
 
 
@@ -284,16 +285,24 @@ class LogicalTensor(LogicalValues):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
+            if func is Tensor.to and not kwargs and args[1:] == (args[0].device,):
+                return args[0]  # where it is; torch asks that of the norm of each gradient
             leaves = list(tree_iter((args, kwargs)))
             await_readers(leaves)
             if func in NEW:
                 return func(args[0]._local_tensor, *args[1:], **kwargs)
             if writes(func) and isinstance(args[0], DTensor):
                 _refuse_lost_write(args[0])
+            if func is torch._foreach_norm and not all(isinstance(t, DTensor) for t in args[0]):
+                return [run_sharded(func, ([t], *args[1:]), kwargs)[0] for t in args[0]]
             if func in READS or needs_plain(func, leaves):
                 plain_args, plain_kwargs = tree_map(_plain, (args, kwargs))
                 return func(*plain_args, **plain_kwargs)
             return run_sharded(func, args, kwargs)
+
+
+# torch clips a list of gradients by one operation for each list where it knows their class
+getattr(_foreach_utils, "_foreach_supported_types", []).append(LogicalTensor)
 
 
 def as_logical(outputs: Any) -> Any:
