@@ -48,12 +48,15 @@ def test_a_caller_without_the_secret_reaches_no_store(other, monkeypatch):
 @pytest.mark.parametrize("secret", ["", "of two jobs"])
 def test_the_store_listens_at_its_address_alone(secret, monkeypatch):
     monkeypatch.setenv(SECRET, secret)
-    kept, port = open_store("127.0.0.2", 0)
-    with socket.create_connection(("127.0.0.2", port)):
-        pass
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection((LOOPBACK, port))
-    del kept
+    with socket.socket() as deaf:  # it holds the port at the other address, and never listens
+        deaf.bind((LOOPBACK, 0))
+        port = deaf.getsockname()[1]
+        kept, _ = open_store("127.0.0.2", port)
+        with socket.create_connection(("127.0.0.2", port)):
+            pass
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((LOOPBACK, port))
+        del kept
 
 
 BOMB = zlib.compress(bytes(1 << 27), 1)
