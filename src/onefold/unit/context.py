@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -98,67 +99,90 @@ class Routes:
 MAX_TAG = 120
 """Tags that identify units in messages are 1 to 120: exact in int8 and in bfloat16."""
 
+BOARD_NOTES = 512
+"""Messages whose tags the board has room for: more than a step sends, of most models."""
+
 _TOLERANCE = 0.25  # of a tag, whose mean over the ranks may be rounded
 
 
-class TagBoard:
-    """Compares the tags of messages with the expected tag: at once, or one step later.
+class Note(NamedTuple):
+    """A message whose tags lie on the board: what it was, and the tag that was expected."""
 
-    A host would have to wait for a device to read a tag. So the squared differences are summed on
-    the device, one tensor for each collective of a unit. Each `check` begins to copy all of them,
-    and reads those of the call before: a device that is at most one step behind has them ready.
+    context: Context
+    collective: str
+    unit: str
+    tag: int
+    num_tags: int
+
+
+class TagBoard:
+    """Compares the tags of messages with the expected ones: at once, or one step later.
+
+    A host would have to wait for a device to read a tag. So the tags of each message are copied to
+    a board on the device. Each `check` begins to copy the board, and reads that of the call before:
+    a device that is at most one step behind has it ready.
     """
 
     def __init__(self) -> None:
         self.is_deferred: bool | None = None  # None: on every device but the CPU
-        self._sums: dict[tuple[str, str], Tensor] = {}
-        self._fetched: Fetched | None = None  # all sums of the step before, in the order of then
-        self._contexts: dict[str, Context] = {}  # of units
+        self._board: Tensor | None = None
+        self._places: dict[tuple[int, int], Tensor] = {}  # by first number and length
+        self._notes: list[Note] = []
+        self._num_noted = 0
+        self._fetched: tuple[list[Note], Fetched] | None = None  # at the last check
 
     def defers(self, tags: Tensor) -> bool:
         """True if `note` takes these tags, and the host does not read them now."""
         return tags.device.type != "cpu" if self.is_deferred is None else self.is_deferred
 
     def note(self, context: Context, collective: str, unit: str, tags: Tensor, tag: int) -> None:
-        """Add the squared differences of `tags` [ranks of a context] from `tag`, on the device."""
-        sums = self._sums.get((collective, unit))
-        if sums is None:
-            self._contexts[unit] = context
-            with torch.inference_mode(False):  # it is updated outside of that mode, too
-                sums = torch.zeros(len(tags), device=tags.device)
-            self._sums[collective, unit] = sums
-        wrong = (tags - tag).abs() if tags.is_complex() else tags.float() - tag
-        sums.addcmul_(wrong, wrong)
+        """Keep `tags` [ranks of a context], all of which have to be `tag`, on the device."""
+        if self._board is None:
+            with torch.inference_mode(False):  # it is written to outside of that mode, too
+                self._board = torch.empty(BOARD_NOTES * len(tags), device=tags.device)
+        if self._num_noted + len(tags) > len(self._board):  # a loop without an optimizer
+            self.check()
+        key = self._num_noted, len(tags)
+        place = self._places.get(key)
+        if place is None:
+            place = self._places[key] = self._board.narrow(0, *key)
+        place.copy_(tags.real if tags.is_complex() else tags)
+        self._notes.append(Note(context, collective, unit, tag, len(tags)))
+        self._num_noted += len(tags)
 
     def check(self, *, waits: bool = False) -> None:
         """Raise `WireError` if ranks mixed units before the last call; with `waits`, before now.
 
         All ranks call it at the same places, so all of them raise in the same call.
         """
-        if not self._sums:
-            return
-        sums = list(self._sums.values())
         before, self._fetched = self._fetched, None
-        now = Fetched(torch.cat(sums))
-        torch._foreach_zero_(sums)
+        if self._notes:
+            assert self._board is not None, "notes lie on it"
+            self._fetched = self._notes, Fetched(self._board[: self._num_noted].clone())
+            self._notes, self._num_noted = [], 0
         self._compare(before)
         if waits:
+            now, self._fetched = self._fetched, None
             self._compare(now)
-        else:
-            self._fetched = now
 
-    def _compare(self, fetched: Fetched | None) -> None:
-        at, numbers = 0, [] if fetched is None else fetched.read().tolist()
-        for (collective, unit), sums in self._sums.items():
-            wrong = numbers[at : at + len(sums)]
-            at += len(sums)
-            ranks = [rank for rank, square in enumerate(wrong) if not square <= _TOLERANCE**2]
-            context = self._contexts[unit]
-            if ranks:
-                if (watch := context.transport.group.watch) is not None:
-                    watch.check()  # it may have ended this message
-                source = context.named(ranks[0]) if len(wrong) > 1 else None
-                raise context.mixed(collective, unit, source)
+    def _compare(self, fetched: tuple[list[Note], Fetched] | None) -> None:
+        if fetched is None:
+            return
+        notes, numbers = fetched[0], fetched[1].read()
+        lengths = torch.tensor([note.num_tags for note in notes])
+        expected = torch.tensor([float(note.tag) for note in notes]).repeat_interleave(lengths)
+        are_right = (numbers - expected).abs() <= _TOLERANCE  # never for NaN
+        if are_right.all():
+            return
+        for note, of_ranks in zip(notes, are_right.split(lengths.tolist()), strict=True):
+            if of_ranks.all():
+                continue
+            context = note.context
+            if (watch := context.transport.group.watch) is not None:
+                watch.check()  # it may have ended this message
+            first = of_ranks.tolist().index(False)
+            source = context.named(first) if note.num_tags > 1 else None
+            raise context.mixed(note.collective, note.unit, source)
 
 
 class NumbersNow:

@@ -1,0 +1,102 @@
+"""What a steady step costs the host: its waits, messages and kernels, by engine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import onefold
+from onefold.engine.registry import engine_of
+from tests.sim import device
+from tests.sim.training import on_device
+from tests.support.models import Model, next_token_loss, token_batches
+from tests.support.ranks import seeded
+
+MESSAGES = ("all_gather", "all_to_all", "broadcast", "all_reduce", "reduce_scatter")
+MESSAGES = (*MESSAGES, "group of collectives")
+STEPS = 5
+
+
+class Recomputing(Model):
+    """Blocks that keep nothing for backward."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(self.norm(x))
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "stage 0": {"stage": 0},
+    "stage 1": {"stage": 1},
+    "stage 2": {"stage": 2},
+    "stage 3": {"stage": 3},
+    "stage 3 in bf16": {"stage": 3, "precision": "bf16"},
+    "stage 3, clipping": {"stage": 3, "clip": 1.0},
+    "stage 3, recompute": {"stage": 3, "model": Recomputing},
+}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one step: waits of the host by line, messages by kind, kernels, and the units."""
+
+    waits: Counter[str]
+    messages: Counter[str]
+    kernels: int
+    units: int
+
+
+def of_onefold(case: dict[str, Any]) -> Cost:
+    options = dict(case)
+    clip, module = options.pop("clip", None), seeded(options.pop("model", Model))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    onefold.shard(module, optimizer, **options)
+    return _last_step(module, optimizer, clip, len(engine_of(module).units))
+
+
+def of_fsdp2(case: dict[str, Any]) -> Cost:
+    """Of FSDP2 with the same units: stage 3 reshards after forward, stage 2 does not."""
+    module = seeded(case.get("model", Model)).to(torch.accelerator.current_accelerator())
+    mesh = init_device_mesh("sim", (torch.distributed.get_world_size(),))
+    policy = MixedPrecisionPolicy()
+    if "precision" in case:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    units: list[Any] = [module.embed, *module.blocks, [module.norm, module.head], module]
+    for unit in units:
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=case["stage"] == 3)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, fused=True)
+    return _last_step(module, optimizer, case.get("clip"), len(units) - 1)  # the root has none
+
+
+def _last_step(module: nn.Module, optimizer: Any, clip: float | None, units: int) -> Cost:
+    """The last of some steps."""
+    batches = [on_device(batch) for batch in token_batches(steps=STEPS)]
+    for number, batch in enumerate(batches):
+        if number == STEPS - 1:
+            torch.accelerator.synchronize()
+            device.native.reset()
+        next_token_loss(module, batch).backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    counts = Counter(device.native.counts())
+    messages = Counter({kind: counts.pop(kind) for kind in MESSAGES if kind in counts})
+    return Cost(Counter(device.host_waits()), messages, counts.total(), units)
+
+
+def costs(rank: int) -> dict[str, tuple[Cost, Cost | None]]:
+    """By case: Onefold's, and FSDP2's where it has the like."""
+    return {
+        name: (of_onefold(case), of_fsdp2(case) if case["stage"] >= 2 else None)
+        for name, case in CASES.items()
+    }
