@@ -36,7 +36,7 @@ from onefold.layout.module_tree import ModuleTree
 from onefold.layout.units import Owned, UnitPlan, plan_units
 from onefold.planner.memory import Expectation
 from onefold.recipe import Recipe
-from onefold.tier.device import DeviceStore, return_free_memory
+from onefold.tier.device import PAGES_NBYTES, DeviceStore, return_free_memory
 from onefold.tier.store import Store
 from onefold.unit.buffer import explaining
 from onefold.unit.context import Context, Tiers
@@ -181,7 +181,7 @@ def _units(
     parts: ModuleParts, contexts: Sequence[Context], source: Source, engine: Engine
 ) -> list[Unit]:
     """Build the units one by one, so that one unit's unsharded values are alive at a time."""
-    units: list[Unit] = []
+    units, freed = list[Unit](), 0
     for index, (plan, context) in enumerate(zip(parts.plans, contexts, strict=True)):
         unit = Unit(
             plan, context, index, engine, keeps_gradients=engine.policy.keeps_gradients,
@@ -189,6 +189,10 @@ def _units(
         )  # fmt: skip
         _fill(unit, plan, context, source)
         units.append(unit)
+        freed += unit.unsharded.tensor.nbytes
+        if freed >= PAGES_NBYTES:  # it looks through the whole heap
+            return_free_memory()
+            freed = 0
     return units
 
 
@@ -237,7 +241,6 @@ def _fill(unit: Unit, plan: UnitPlan, context: Context, source: Source) -> None:
     agree_on_values(plain, context.everyone)
     unit.adopt(originals, values)
     originals.clear()
-    return_free_memory()
 
 
 def _cast_buffers(tree: ModuleTree, resolved: Resolved, group: Group, source: Source) -> None:
