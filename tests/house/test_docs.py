@@ -31,7 +31,7 @@ from torch.nn import functional as F
 
 import onefold
 from onefold import hf
-from onefold.app.cli.main import _parser
+from onefold.app.cli.main import _parser, main
 from tests.support.hf_ranks import run_forks
 from tests.support.ranks import run_ranks, seeded
 
@@ -214,6 +214,15 @@ def test_the_commands_of_the_pages_parse(typed):
         _parser().parse_args(shlex.split(typed, comments=True)[1:])
     except SystemExit as ended:
         assert ended.code == 0, "--help alone may end here"
+
+
+def test_the_readme_shows_what_the_planner_prints(capsys):
+    pytest.importorskip("transformers")
+    (typed,) = re.findall(r"^\$ (onefold plan .*)$", (ROOT / "README.md").read_text(), re.M)
+    assert main(shlex.split(typed, comments=True)[1:]) == 0
+    printed = capsys.readouterr().out
+    (shown,) = (text for _, _, text in blocks(ROOT / "README.md", "text"))
+    assert printed.startswith(shown)
 
 
 def test_the_readme_links_to_files_that_exist():
