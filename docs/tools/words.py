@@ -33,7 +33,11 @@ WORDS = {
     r"likewise|as ever": "the noun again",
     r"as many as fit": "the largest power of two that fits",
     r"the peers?": "DDP, FSDP2 and DeepSpeed; other libraries",
-    r"quantis\w+": "quantize",
+    r"(?:quant|initial|recogn|optim|serial|normal)is(?:e\w*|ing|ation)": "the American spelling",
+    r"neighbours?|centres?|modelled": "the American spelling",
+    r"a whole script": "a complete script",
+    r"cuts? (?:it|them|parameters|weights) over|(?:is|are) cut over": "shards, splits",
+    r"(?:rests?|resting) and travels?": "is stored and sent",
     r"pip install \"?onefold": "pip install '.[hf]' in a checkout: no index has the package yet",
 }
 """Patterns of whole words, in any case, and what to write instead."""
