@@ -1,7 +1,7 @@
 """Two sharded models and one loss: `python examples/gan.py`, or under torchrun.
 
-Each model has its own shards, schedule and ledger; there is nothing global to configure. All ranks
-draw the same 64 rows from one seed, and each trains on its own stride of them.
+Each model is sharded separately; there is nothing global to configure. All ranks draw the same 64
+rows from one seed, and each trains on its own part of them.
 """
 
 import torch

@@ -1,8 +1,9 @@
 """QLoRA: adapters on a 4-bit base, `python examples/qlora.py`, or under torchrun.
 
-The base is cut over the ranks as bitsandbytes packs it: bytes and side tables. It is gathered
-packed and never cast. PEFT adds adapters before `onefold.shard`. The base has random weights here;
-give `from_pretrained` the name of yours. Needs transformers, accelerate, peft and bitsandbytes.
+The quantized base of bitsandbytes is sharded over the ranks, with its quantization state. It is
+gathered in 4 bits and never cast. PEFT adds adapters before `onefold.shard`. The weights are random
+here; pass the name of your base to `from_pretrained`. Needs transformers, accelerate, peft and
+bitsandbytes.
 """
 
 import pathlib

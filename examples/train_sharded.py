@@ -1,6 +1,6 @@
 """The plain script, sharded: alone, or `torchrun --nproc-per-node 2 examples/train_sharded.py`.
 
-Three lines shard it, and one gives each rank its own rows of the batch.
+`onefold.shard` is the one line that shards it; another gives each rank its own rows of the batch.
 """
 
 import torch
