@@ -216,13 +216,18 @@ def test_the_commands_of_the_pages_parse(typed):
         assert ended.code == 0, "--help alone may end here"
 
 
-def test_the_readme_shows_what_the_planner_prints(capsys):
+@pytest.mark.parametrize(
+    ("page", "number"), [("README.md", 0), ("docs/guides/choose-a-stage.md", 0),
+                         ("docs/guides/choose-a-stage.md", 1)],
+)  # fmt: skip
+def test_a_page_shows_what_the_planner_prints(page, number, capsys):
+    """The last command before a block of text prints the block."""
     pytest.importorskip("transformers")
-    (typed,) = re.findall(r"^\$ (onefold plan .*)$", (ROOT / "README.md").read_text(), re.M)
+    line, _, shown = list(blocks(ROOT / page, "text"))[number]
+    above = "\n".join((ROOT / page).read_text().splitlines()[:line])
+    typed = re.findall(r"^\$ (onefold plan .*)$", above, re.M)[-1]
     assert main(shlex.split(typed, comments=True)[1:]) == 0
-    printed = capsys.readouterr().out
-    (shown,) = (text for _, _, text in blocks(ROOT / "README.md", "text"))
-    assert printed.startswith(shown)
+    assert shown in capsys.readouterr().out
 
 
 def test_the_readme_links_to_files_that_exist():
