@@ -31,7 +31,6 @@ WORDS = {
     r"one verdict": "all ranks skip the step together",
     r"anew": "again, from the start",
     r"likewise|as ever": "the noun again",
-    r"as many as fit": "the largest power of two that fits",
     r"the peers?": "DDP, FSDP2 and DeepSpeed; other libraries",
     r"(?:quant|initial|recogn|optim|serial|normal)is(?:e\w*|ing|ation)": "the American spelling",
     r"neighbours?|centres?|modelled": "the American spelling",
