@@ -1,8 +1,8 @@
 """Accelerate with a sharded model: `torchrun --nproc-per-node 2 examples/accelerate_loop.py`.
 
 A small GPT-2 from its config learns to continue the source of Python's own library, byte by byte.
-One line is added to the loop of Accelerate: `onefold.hf.adopt`. It also runs as
-`python examples/accelerate_loop.py`, and by `accelerate launch`. Needs the `hf` extra.
+The only change to the Accelerate loop is `onefold.hf.adopt`. It also runs as
+`python examples/accelerate_loop.py`, and with `accelerate launch`. Needs the `hf` extra.
 """
 
 import string

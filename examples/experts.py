@@ -2,9 +2,9 @@
 
     mesh        expert 0   expert 1        ranks 0 and 1 send each other the tokens of their experts
     replica 0   rank 0     rank 1          ranks 0 and 2 hold the same experts, in shards
-    replica 1   rank 2     rank 3          all four train on rows of their own
+    replica 1   rank 2     rank 3          all four train on different rows
 
-Random weights; needs the `hf` extra. The model is used as it comes.
+Random weights; needs the `hf` extra. The model itself is unchanged.
 """
 
 import torch

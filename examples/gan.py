@@ -1,7 +1,7 @@
 """Two sharded models and one loss: `python examples/gan.py`, or under torchrun.
 
-Each model has its own shards, schedule and ledger; there is nothing global to configure. All ranks
-draw the same 64 rows from one seed, and each trains on its own stride of them.
+Each model is sharded separately; there is nothing global to configure. All ranks draw the same 64
+rows from one seed, and each trains on its own part of them.
 """
 
 import torch
@@ -18,9 +18,9 @@ critic_optimizer = torch.optim.Adam(critic.parameters(), lr=1e-3, betas=(0.5, 0.
 onefold.shard(generator, generator_optimizer, stage=3)
 onefold.shard(critic, critic_optimizer, stage=2)
 
-ranks = onefold.report(generator)
+report = onefold.report(generator)
 device = next(generator.parameters()).device
-own = slice(ranks.rank, None, ranks.world_size)  # this rank's rows of a batch
+own = slice(report.rank, None, report.world_size)  # this rank's rows of a batch
 
 
 def draw():
@@ -48,5 +48,5 @@ circle, noise = draw()
 with torch.no_grad():  # every rank evaluates: forward is a collective
     radius = generator(noise).norm(dim=1).mean()
     judged = critic(circle).mean()
-if ranks.rank == 0:
+if report.rank == 0:
     print(f"mean radius {radius.item():.3f}, critic of real rows {judged.item():.3f}")

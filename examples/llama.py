@@ -1,7 +1,7 @@
 """A Llama from its config: `torchrun --nproc-per-node 2 examples/llama.py`.
 
-Random weights, bf16 compute; needs the `hf` extra. The module is used as it
-comes: no wrapper class, no list of layer names.
+Random weights, bf16 compute; needs the `hf` extra. The module is
+unchanged: no wrapper class, no list of layer names.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """A pipeline of two stages with sharded states: `torchrun --nproc-per-node 4 examples/pipeline.py`.
 
-Ranks form a mesh: two stages (pp), and the ranks that share each stage (dp). Each stage is sharded
-over its own data ranks. The schedule moves activations; `onefold.pipeline` lets it gather weights
-and reduce gradients once a step.
+Ranks form a mesh of two pipeline stages (pp) with two data-parallel ranks each (dp). Each stage is
+sharded over its data-parallel ranks. The schedule moves activations, and `onefold.pipeline` makes
+it gather weights and reduce gradients once per step.
 """
 
 import torch

@@ -1,8 +1,9 @@
 """QLoRA: adapters on a 4-bit base, `python examples/qlora.py`, or under torchrun.
 
-The base is cut over the ranks as bitsandbytes packs it: bytes and side tables. It is gathered
-packed and never cast. PEFT adds adapters before `onefold.shard`. The base has random weights here;
-give `from_pretrained` the name of yours. Needs transformers, accelerate, peft and bitsandbytes.
+The quantized base of bitsandbytes is sharded over the ranks, with its quantization state. It is
+gathered in 4 bits and never cast. PEFT adds adapters before `onefold.shard`. The weights are random
+here; pass the name of your base to `from_pretrained`. Needs transformers, accelerate, peft and
+bitsandbytes.
 """
 
 import pathlib
@@ -45,21 +46,21 @@ adapters = [parameter for parameter in model.parameters() if parameter.requires_
 optimizer = torch.optim.AdamW(adapters, lr=2e-2)
 onefold.shard(model, optimizer, stage=3)
 
-ranks = onefold.report(model)
+report = onefold.report(model)
 device = next(model.parameters()).device
 text = torch.tensor(list(pathlib.Path(textwrap.__file__).read_bytes()[: 64 * 64]))
-rows = text.view(64, 64)[ranks.rank :: ranks.world_size]  # own rows for each rank
+rows = text.view(64, 64)[report.rank :: report.world_size]  # own rows for each rank
 for step in range(12):
     tokens = rows[step * 4 % len(rows) :][:4].to(device)
     loss = model(input_ids=tokens, labels=tokens).loss
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    if ranks.rank == 0 and step % 4 == 0:
+    if report.rank == 0 and step % 4 == 0:
         print(f"step {step:2d} loss {loss.item():.3f}")
 
 report = onefold.report(model)
-model.save_pretrained(folder / "adapters", is_main_process=ranks.rank == 0)  # adapters alone
-if ranks.rank == 0:
+model.save_pretrained(folder / "adapters", is_main_process=report.rank == 0)  # adapters alone
+if report.rank == 0:
     print(f"loss {loss.item():.3f}, adapters in {folder / 'adapters'}")
     print(report)

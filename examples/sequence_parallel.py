@@ -1,7 +1,7 @@
 """Long rows over several ranks: `torchrun --nproc-per-node 4 examples/sequence_parallel.py`.
 
-Two ranks share each sequence, and the others have other rows. Every rank holds a piece of the
-positions, and a shard of the training state. The losses are those of one rank.
+Two ranks share each sequence, and the other two train on different rows. Every rank computes some
+of the positions, and holds a shard of the training state. Losses match those of one rank.
 """
 
 import os

@@ -1,9 +1,9 @@
 """Tensor parallel inside ZeRO: `torchrun --nproc-per-node 4 examples/tensor_parallel.py`.
 
 A small Llama-shaped model learns to continue the source of Python's own library, byte by byte, on
-2 x 2 ranks: each pair of ranks computes one model, and each pair has rows of its own.
-`parallelize_module` of torch cuts the weights over "tp" first; `onefold.shard` cuts the pieces, the
-gradients and the optimizer's states over "dp" last.
+2 x 2 ranks: each pair of ranks computes one model, and the pairs train on different rows.
+First torch's `parallelize_module` splits the weights over "tp". Then `onefold.shard` shards these
+pieces, their gradients and the optimizer state over "dp".
 """
 
 import string

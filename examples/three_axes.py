@@ -1,8 +1,8 @@
 """Data, tensor and pipeline axes: `torchrun --nproc-per-node 8 examples/three_axes.py`.
 
-Eight ranks form a mesh of 2 x 2 x 2. Each stage of the pipeline has some of the blocks (pp), two
-ranks share each layer of it (tp), and two such pairs have rows of their own (dp). Their states are
-sharded over dp. The losses are those of one process.
+Eight ranks form a mesh of 2 x 2 x 2. Each pipeline stage holds some of the blocks (pp), two ranks
+share each of its layers (tp), and two of these pairs train on different rows (dp). Training state
+is sharded over dp. Losses match those of one process.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """The plain script, sharded: alone, or `torchrun --nproc-per-node 2 examples/train_sharded.py`.
 
-Three lines shard it, and one gives each rank its own rows of the batch.
+`onefold.shard` is the one line that shards it; another gives each rank its own rows of the batch.
 """
 
 import torch
@@ -28,13 +28,13 @@ torch.manual_seed(0)
 model = Net()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 onefold.shard(model, optimizer, stage=3)  # the one line
-ranks = onefold.report(model)
+report = onefold.report(model)
 
 device = next(model.parameters()).device
 text = torch.tensor(list(b"the same bytes, over and over, until the model knows them. " * 40))
 for step in range(20):
     starts = torch.randint(0, len(text) - 33, (8,))
-    starts = starts[ranks.rank :: ranks.world_size]  # own rows for each rank
+    starts = starts[report.rank :: report.world_size]  # own rows for each rank
     batch = torch.stack([text[start : start + 33] for start in starts]).to(device)
     logits = model(batch[:, :-1])
     loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())

@@ -6,6 +6,7 @@ python docs/tools/badges.py --check    exit 1 if they differ
 
 from __future__ import annotations
 
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -37,9 +38,10 @@ def badges() -> dict[str, str]:
     """File names and drawings."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     torch = next(each for each in project["dependencies"] if each.startswith("torch"))
+    oldest, above = re.findall(r"2\.(\d+)", torch)
     return {
         "python": badge("python", project["requires-python"].removeprefix(">=") + "+"),
-        "torch": badge("torch", torch.removeprefix("torch").split(",")[0].removeprefix(">=")),
+        "torch": badge("torch", f"2.{oldest}-2.{int(above) - 1}"),
         "license": badge("license", project["license"]),
     }
 

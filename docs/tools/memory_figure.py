@@ -17,7 +17,7 @@ from made_files import write_or_check
 ASSETS = Path(__file__).parent.parent / "assets"
 BILLIONS, RANKS = 7, 8
 
-LABELS = ("weights", "gradients", "Adam states and fp32 masters")
+LABELS = ("weights", "gradients", "Adam moments and fp32 masters")
 WIDTH, LEFT, RIGHT, TOP, BAR, STEP = 760, 112, 92, 72, 30, 50
 
 
@@ -59,8 +59,9 @@ def drawn(theme: Theme) -> str:
     colours = (theme.weights, theme.gradients, theme.optimizer)
     height = TOP + STEP * len(rows) + 8
     font = "font-family='system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif'"
-    states_of = f"Training states of {BILLIONS} billion parameters"
-    title = f"{states_of}, on each of {RANKS} ranks, between micro-batches"
+    title = (
+        f"Memory per rank: {BILLIONS} billion parameters on {RANKS} ranks, accumulating gradients"
+    )
     lines = [
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {height}' width='{WIDTH}' "
         f"height='{height}' role='img' aria-label='{title}' {font}>",

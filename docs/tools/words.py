@@ -16,7 +16,7 @@ from pathlib import Path
 from reading_level import CODE, COMMENT, FENCE, LINK
 
 ROOT = Path(__file__).parent.parent.parent
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/**/*.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "docs/**/*.md")
 LOGS = ("docs/adr/", "docs/development/performance.md", "docs/measurements/time.md")
 """Records of what was decided and measured, in the words of their day."""
 
@@ -31,9 +31,12 @@ WORDS = {
     r"one verdict": "all ranks skip the step together",
     r"anew": "again, from the start",
     r"likewise|as ever": "the noun again",
-    r"as many as fit": "the largest power of two that fits",
     r"the peers?": "DDP, FSDP2 and DeepSpeed; other libraries",
-    r"quantis\w+": "quantize",
+    r"(?:quant|initial|recogn|optim|serial|normal)is(?:e\w*|ing|ation)": "the American spelling",
+    r"neighbours?|centres?|modelled": "the American spelling",
+    r"a whole script": "a complete script",
+    r"cuts? (?:it|them|parameters|weights) over|(?:is|are) cut over": "shards, splits",
+    r"(?:rests?|resting) and travels?": "is stored and sent",
     r"pip install \"?onefold": "pip install '.[hf]' in a checkout: no index has the package yet",
 }
 """Patterns of whole words, in any case, and what to write instead."""

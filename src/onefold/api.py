@@ -50,46 +50,47 @@ def shard(  # noqa: PLR0913 - the contract
 ) -> nn.Module:
     """Shard a module and its optimizer over the ranks, in place.
 
-    A collective: every rank of `mesh` calls it with the same module. The values are those of rank
-    0. Afterwards the ordinary loop trains: forward, `loss.backward()`, clipping,
+    A collective: call it on every rank of `mesh` with the same module. All ranks start from the
+    values of rank 0. Then train as before: forward, `loss.backward()`, clipping,
     `optimizer.step()`. Gradients are averaged over the ranks.
 
     Args:
         module: any module, on the CPU, the device, or `meta` (then each submodule's
             `reset_parameters` is called, unit by unit).
-        optimizer: built on the module's parameters; stays the same object. Several may be given.
-            None: for inference, or for an optimizer built afterwards on `module.parameters()`.
+        optimizer: built on the module's parameters; stays the same object. Or a list of several.
+            None: for inference, or if you build the optimizer afterwards on `module.parameters()`.
         stage: 0 replicates, 1 shards optimizer state, 2 also gradients, 3 also parameters. "auto":
-            the lowest whose states leave room for activations; `report(module)` says why.
+            the lowest stage that leaves room for activations; `report(module)` says why.
         mesh: a `DeviceMesh` of one axis, or of two: (nodes, ranks of a node), where nodes
-            communicate once a step (`Wire.secondary`); or a `ProcessGroup`; default the whole
-            world. Without a process group the default one is initialised as a launcher
-            describes it (torchrun, or any that sets RANK, WORLD_SIZE, MASTER_ADDR and
-            MASTER_PORT); without a launcher the world is one.
-        units: modules that travel together; default: repeated blocks and balanced rests. A list of
-            submodules, or a predicate over them. A mapping from modules, or predicates, to meshes
-            of one axis adds units that travel among these ranks alone: experts, of which other
-            ranks hold others. Their parameters are DTensors over the other axis, see
-            `onefold.experts`; their gradients, too, are means over all ranks of `mesh`.
-        precision: None (own dtypes), "fp32", "bf16", "fp16", such a torch.dtype or a `Precision`.
-        offload: None, "optimizer" (states off the device), "cpu" (parameters too), "disk:PATH", or
-            an `Offload`. At stages 1 to 3.
-        wire: None (exact), "zero++" or another preset, or a `Wire`: codecs of messages. With no
-            mesh given, other wires than None take the hosts of the launcher for the nodes.
-        shares: how much state each rank holds. None: all the same. A list: one weight a rank that
+            communicate once per step (`Wire.secondary`); or a `ProcessGroup`. Default: all ranks.
+            If there is no process group, it is initialized from the launcher's environment
+            (torchrun, or any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT).
+            Without a launcher, the world size is 1.
+        units: modules whose parameters are gathered and reduced together; default: repeated
+            blocks, and balanced groups of the other parameters. A list of submodules, or a
+            predicate over them. A mapping from modules or predicates to meshes of one axis adds
+            units that only these ranks share: experts, if other ranks hold other experts. Their
+            parameters are DTensors over the other axis, see `onefold.experts`; their gradients
+            are also means over all ranks of `mesh`.
+        precision: None (own dtypes), "fp32", "bf16", "fp16", a torch.dtype or a `Precision`.
+        offload: None, "optimizer" (optimizer state), "cpu" (parameters too), "disk:PATH", or an
+            `Offload`. At stages 1 to 3.
+        wire: None (exact), "zero++" or another preset, or a `Wire` (quantized communication).
+            Without a mesh, every wire but None treats the launcher's hosts as the nodes.
+        shares: how much state each rank holds. None: all the same. A list: one weight per rank that
             holds a copy of the state, in rank order; a rank of weight 0 holds none. "auto": as
             even as the free memory of the ranks allows. `offload` may differ between ranks.
         timeout: seconds, or a timedelta, that ranks wait for one another before they raise a
-            `WireError` that says where each rank is. Default: that of the process group, 5 minutes
-            for one that this call starts.
+            `WireError` that says where each rank is. Default: the timeout of the process group,
+            or 5 minutes if this call starts it.
 
     Returns:
         The same module.
 
     Raises:
-        ConfigError: a choice that cannot work; on every rank where it can be seen.
-        TierError: a tier lacks room, a rank lacks room for its share, or a path cannot be used; on
-            every rank.
+        ConfigError: an argument that cannot work; on every rank that can detect it.
+        TierError: a tier or a rank lacks memory for its share, or a path cannot be used; on every
+            rank.
 
     Example:
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
@@ -131,29 +132,30 @@ def stream(
     offload: OffloadChoice = "cpu",
     mesh: meshes.MeshChoice = None,
 ) -> nn.Module:
-    """Run a module that is larger than device memory, for inference only, in place.
+    """Run inference with a module that is larger than device memory, in place.
 
-    Weights rest in a tier and come unit by unit, a few units ahead of the compute. Units that fit
-    into the budget stay. A collective: every rank calls it with the same module; with N ranks each
-    rests 1/N of the weights, and ranks gather them. Forwards record no graph.
+    Weights are stored in CPU memory or on disk, and loaded unit by unit, a few units ahead of the
+    compute. Units that fit into the budget stay on the device. A collective: call it on every rank
+    with the same module. With N ranks, each stores 1/N of the weights, and ranks gather them.
+    Forwards record no graph.
 
     Args:
         module: any module; on `meta` after `onefold.load_pretrained`, which is read unit by unit.
-        budget: bytes of device memory for weights, those that rest there included; or a text,
-            "2GiB". None: what is free now, less a quarter for activations.
-        rest: None (exact), "int8" or "int4": weights of Linears rest and travel packed.
-        offload: where weights rest: "cpu"; "disk:PATH", a file in that folder; "disk", the files
-            that `onefold.load_pretrained` named, without a copy; an `Offload` (its `parameters`
-            count); or None, the device itself.
+        budget: bytes of device memory for weights, including those that stay there; or a string,
+            "2GiB". None: three quarters of the free memory.
+        rest: None (exact), "int8" or "int4": weights of Linears are stored and sent quantized.
+        offload: where weights are stored: "cpu"; "disk:PATH", a file in that folder; "disk", the
+            files that `onefold.load_pretrained` named, without a copy; an `Offload` (only its
+            `parameters` is used); or None, the device itself.
         mesh: as in `onefold.shard`.
 
     Returns:
         The same module. Its parameters are frozen.
 
     Raises:
-        ConfigError: a choice that cannot work, such as a budget below the largest block and one
-            unit more; on every rank.
-        TierError: a tier lacks room, or its path cannot be used; on every rank.
+        ConfigError: an argument that cannot work, such as a budget below the largest block plus
+            one unit; on every rank.
+        TierError: a tier lacks memory, or its path cannot be used; on every rank.
 
     Example:
         >>> with torch.device("meta"):
@@ -175,16 +177,16 @@ def stream(
 
 @contextmanager
 def accumulate(module: nn.Module) -> Iterator[None]:
-    """Run a micro-batch that is not the last of a step: communication that can wait waits.
+    """Run a micro-batch that is not the last of a step, and defer communication.
 
-    At stages 0 and 1 gradients stay Partial, whole on each rank. The first backward outside reduces
-    them once. At stages 2 and 3 each micro-batch is reduced into shards at once: a rank never holds
-    more than two units' whole gradients.
+    At stages 0 and 1, each rank keeps unsharded, unreduced gradients. The first backward outside
+    the block reduces them once. At stages 2 and 3, gradients of each micro-batch are reduced into
+    shards at once, so a rank never holds unsharded gradients of more than two units.
 
-    On a mesh of two axes nodes communicate at the last micro-batch (`Wire.secondary`). Until then
-    `.grad` may be set to None, which clears the sums; any other use of it raises `StateError`. A
-    step after a failed backward raises it too, if sums of earlier micro-batches were lost, until
-    the gradients are cleared.
+    On a mesh of two axes, nodes communicate in the last micro-batch (`Wire.secondary`). Until then
+    you may only set `.grad` to None, which clears the sums; any other use raises `StateError`. If a
+    failed backward lost the sums of earlier micro-batches, the next step raises it too, until the
+    gradients are cleared.
 
     Example:
         >>> for x in micro_batches[:-1]:
@@ -200,13 +202,13 @@ def accumulate(module: nn.Module) -> Iterator[None]:
 def unsharded(module: nn.Module, writeback: bool = False) -> Iterator[None]:
     """Show unsharded parameters, as plain tensors in their own dtype, to read, save or edit.
 
-    A collective on entry. The module may run inside, in the parameters' own dtype. Shapes must
-    stay.
+    A collective on entry. Inside the block the module may run, in the parameters' own dtype. Do not
+    change shapes.
 
     Args:
         module: one that `shard` has sharded.
-        writeback: keep edits, which every rank makes alike; False discards them, with a warning if
-            PEFT has merged adapters.
+        writeback: keep edits, which must be the same on every rank. False discards them, with a
+            warning if PEFT has merged adapters.
     """
     engine = engine_of(module)
     merges = [] if writeback or engine.is_unsharded else adapters.merges_of(module)
@@ -218,7 +220,7 @@ def unsharded(module: nn.Module, writeback: bool = False) -> Iterator[None]:
 def report(module: nn.Module) -> Report:
     """Report this rank's bytes by kind and tier, now and at the peak, and the bytes it sent.
 
-    Not a collective. It waits for steps that run in the background, whose buffers do not rest.
+    Not a collective. It waits for steps that run in the background, because their buffers change.
     """
     engine = engine_of(module)
     for unit in engine.units:

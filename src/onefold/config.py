@@ -269,7 +269,8 @@ def offload_of(choice: object) -> Offload:
     if isinstance(choice, str) and choice.partition(":")[0] == "disk":
         paths = [path for path in choice.split(":")[1:] if path]
         return Offload(optimizer="disk", parameters="disk", disk=paths or None)
-    return value_of(choice, Offload, OFFLOADS, "offload", "None keeps every state on the device")
+    hint = '"disk:/mnt/nvme" offloads to that folder; None keeps all state on the device'
+    return value_of(choice, Offload, OFFLOADS, "offload", hint)
 
 
 def check_offload(offload: Offload, stage: Stage) -> None:

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 
 import onefold
 from onefold import hf
-from onefold.app.cli.main import _parser
+from onefold.app.cli.main import _parser, main
 from tests.support.hf_ranks import run_forks
 from tests.support.ranks import run_ranks, seeded
 
@@ -214,6 +214,20 @@ def test_the_commands_of_the_pages_parse(typed):
         _parser().parse_args(shlex.split(typed, comments=True)[1:])
     except SystemExit as ended:
         assert ended.code == 0, "--help alone may end here"
+
+
+@pytest.mark.parametrize(
+    ("page", "number"), [("README.md", 0), ("docs/guides/choose-a-stage.md", 0),
+                         ("docs/guides/choose-a-stage.md", 1)],
+)  # fmt: skip
+def test_a_page_shows_what_the_planner_prints(page, number, capsys):
+    """The last command before a block of text prints the block."""
+    pytest.importorskip("transformers")
+    line, _, shown = list(blocks(ROOT / page, "text"))[number]
+    above = "\n".join((ROOT / page).read_text().splitlines()[:line])
+    typed = re.findall(r"^\$ (onefold plan .*)$", above, re.M)[-1]
+    assert main(shlex.split(typed, comments=True)[1:]) == 0
+    assert shown in capsys.readouterr().out
 
 
 def test_the_readme_links_to_files_that_exist():

@@ -58,8 +58,8 @@ def test_the_sharded_script_is_the_plain_one_and_four_lines():
     assert [line.strip("+ ") for line in changes if line.strip("+ ")] == [
         "import onefold",
         "onefold.shard(model, optimizer, stage=3)  # the one line",
-        "ranks = onefold.report(model)",
-        "starts = starts[ranks.rank :: ranks.world_size]  # own rows for each rank",
+        "report = onefold.report(model)",
+        "starts = starts[report.rank :: report.world_size]  # own rows for each rank",
     ]
 
 

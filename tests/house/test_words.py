@@ -34,6 +34,9 @@ found_words = WORDS["found_words"]
         "loads the file anew",
         "as ever",
         "quantised bases",
+        "neighbours in a node",
+        "a whole script",
+        "weights are cut over the ranks",
         'pip install "onefold[hf]"',
     ],
 )

@@ -170,7 +170,7 @@ class ExpertParallel(nn.Module):
         bounds = bounds_of(self.num_experts, group.world_size)
         if bounds[-2] == self.num_experts:
             got = f"{self.num_experts} experts, {bounds[1]} a rank, on {group.world_size} ranks"
-            hint = "take fewer ranks for experts; onefold.shard cuts weights over ranks as well"
+            hint = "take fewer ranks for experts; onefold.shard shards weights over ranks as well"
             raise ConfigError("an expert for each rank of the axis", got, hint=hint)
         self.axis = ExpertAxis(group, bounds)
         self.own_experts = self.axis.own

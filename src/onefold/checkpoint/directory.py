@@ -222,7 +222,7 @@ def _none(directory: Path, got: str) -> CheckpointError:
     return CheckpointError(
         f"a checkpoint, or a directory of checkpoints, at {str(directory)!r}",
         got,
-        hint="pass the directory that onefold.save was given, or the one above it",
+        hint="pass the directory that onefold.save wrote, or its parent",
     )
 
 

@@ -81,7 +81,7 @@ def _check_one_device(part: nn.Module) -> None:
             "a model on one device",
             f"one that from_pretrained dispatched to {', '.join(sorted(devices))}",
             hint='load it without device_map="auto", or with device_map={"": device} of '
-            "this rank; onefold.shard cuts it over the ranks",
+            "this rank; onefold.shard shards it over the ranks",
         )
 
 

@@ -26,7 +26,7 @@ def engine_of(module: nn.Module) -> Engine:
         raise StateError(
             "a module that onefold.shard has sharded",
             f"a {type(module).__name__} that it has not sharded",
-            hint="pass the module that was given to onefold.shard, not a part of it",
+            hint="call onefold.shard first; then pass the module that it sharded, not a part of it",
         )
     return engine
 

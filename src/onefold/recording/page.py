@@ -96,7 +96,7 @@ def prepare(directory: str | os.PathLike[str], purpose: str = "a report") -> Pat
             pass
     except OSError as error:
         got = f"{str(path)!r}: {error.strerror or error}"
-        hint = "name a folder that exists or can be made"
+        hint = "name a folder that exists or can be created"
         raise ConfigError(f"a directory to write {purpose} to", got, hint=hint) from error
     return path
 

@@ -142,8 +142,8 @@ def _initialise(
     for name in _unset(module):
         raise ConfigError(
             f"{kind}.reset_parameters() to set {name!r}",
-            "a tensor that it left uninitialised",
-            hint=f"initialise {name!r} in reset_parameters, or build the module on a real device",
+            "a tensor that it left uninitialized",
+            hint=f"initialize {name!r} in reset_parameters, or build the module on a real device",
         )
     module._parameters.update(stand_ins)
 

@@ -38,8 +38,8 @@ class ConfigKey:
 _TABLE = """
 # Stages
 argument | `stage=`; `"auto"` is the lowest that fits | ~: stage
-silent | none: a unit travels in one message, and one unit is gathered ahead | ~: reduce_bucket_size
-    allgather_bucket_size allgather_partitions use_multi_rank_bucket_allreduce
+silent | none: each unit is gathered in one message, and the next one is prefetched | ~:
+    reduce_bucket_size allgather_bucket_size allgather_partitions use_multi_rank_bucket_allreduce
     [stage3_]prefetch_bucket_size [stage3_]allgather_sequential
     [stage3_]use_all_reduce_for_fetch_params
 silent | none: always so | ~: contiguous_gradients reduce_scatter overlap_comm round_robin_gradients
@@ -48,8 +48,8 @@ silent | none: nothing of torch is patched | ~: override_module_apply
 silent | none: `clip_grad_norm_` returns the norm | ~: compute_grad_norm
 silent | none: a unit is resharded after its last use | ~: [stage3_]max_live_parameters
     [stage3_]max_reuse_distance
-silent | none: small parameters travel with their unit | ~: [stage3_]param_persistence_threshold
-    [stage3_]model_persistence_threshold
+silent | none: small parameters are gathered with their unit | ~:
+    [stage3_]param_persistence_threshold [stage3_]model_persistence_threshold
 none | `units=`: a list of modules, or a predicate | ~: [stage3_]module_granularity_threshold
 none | `units=`: a list of modules, or a predicate | ~.leaf_module: classes names name_suffixes
 silent | `onefold.save_pretrained` gathers when you call it | ~:
@@ -81,7 +81,7 @@ none | none: every step is exact, with no gradient left for later | ~: zenflow.*
 none | none: all moments of an optimizer are in one tier | ~: save_muon_momentum_buffer_in_memory
 silent | none: files are mapped, without libaio | aio: block_size queue_depth intra_op_parallelism
     thread_count single_submit overlap_events use_gds
-# The wire
+# Communication
 argument | `wire=Wire(weights="int8")` | ~: zero_quantized_weights
 argument | `wire=Wire(gradients="int4")`; `"zero++"` with both others | ~: zero_quantized_gradients
 argument | `wire=Wire(secondary="weights")`, with several nodes; nothing on one host | ~:
@@ -91,7 +91,7 @@ none | frozen weights: by default in their own dtype; `Precision(frozen="int8")`
 argument | `wire="replicas"` (gone in 0.19) | ~: mics_shard_size
 silent | none: the mesh decides (gone in 0.19) | ~: mics_hierarchical_params_gather
 argument | `wire=Wire(feedback=True)` (gone in 0.19) | ~: zeropp_loco_param.*
-none | none: gradients travel in the compute dtype | communication_data_type
+none | none: gradients are sent in the compute dtype | communication_data_type
 silent | none: sums are fp32, in rank order | prescale_gradients gradient_predivide_factor
     disable_allgather
 refused | `"mean"` only; multiply the loss for a sum | gradient_allreduce_op
@@ -114,7 +114,7 @@ argument | `precision=Precision(buffers=DTYPE)` | data_types: buffer_dtype
 none | none: buffers keep their own dtype anyway | data_types: keep_in_fp32_modules
 loop | `torch.autocast` in your loop, with no `precision=` | torch_autocast.*
 refused | `precision="bf16"` (Apex is gone in 0.19) | amp.*
-# The loop, and the rest
+# Training loop and everything else
 loop | your `DataLoader` | train_batch_size train_micro_batch_size_per_gpu dataloader_drop_last
 loop | `with onefold.accumulate(model):` around all micro-batches but the last; divide the loss |
     gradient_accumulation_steps

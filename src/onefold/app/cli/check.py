@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from onefold.app.tools.parity import StageVerdict, Verdict
 
 DESCRIPTION = """\
-Train a module in one process and at stages 0-3, on the same batches. Stages must give the same
-bits as one another, and agree with the one process to 1e-6 per step. The exit code is 1 if not.
+Train a module in one process and at stages 0-3, on the same batches. Stages must be
+bitwise identical to one another, and within 1e-6 of one process in each step. The exit code is 1
+if they are not.
 
   onefold check
   onefold check package.models:build --ranks 3"""

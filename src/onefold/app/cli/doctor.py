@@ -22,7 +22,7 @@ backends and limits. A line begins with ok, warn (a run may be slow or end
 early) or fail (it cannot start: exit code 1); the remedy is below. Then a
 table of the ranks: free memory, speed of matrix products and copies, slowest
 link; and the shares of rows and states that they suggest. Takes a few seconds.
-Under torchrun it measures the ranks that are there.
+Under torchrun it measures the ranks of torchrun.
 
   torchrun --nproc-per-node 8 -m onefold doctor"""
 

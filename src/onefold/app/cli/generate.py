@@ -41,8 +41,8 @@ DEFAULTS = GenerateJob(model="", prompt="")
 
 DESCRIPTION = """\
 Continue a text with a model that may be larger than memory. Weights stay in
-CPU memory or in a file, exact or packed, and stream through at most --budget
-bytes of the device. The text goes to stdout as it comes; speed, bytes and
+CPU memory or in a file, exact or quantized, and stream through at most --budget
+bytes of the device. The text goes to stdout token by token; speed, bytes and
 memory go to stderr. Without a tokenizer, bytes are the tokens.
 
   onefold train --checkpoint runs
@@ -66,7 +66,7 @@ def add_to(commands: SubParsers) -> None:
         "weights")
     add("--prompt", required=True, metavar="TEXT|-", help="the text to continue; -: read it from "
         "stdin")
-    add("--rest", type=packing, metavar="int8|int4", help="pack the matrices where they are kept "
+    add("--rest", type=packing, metavar="int8|int4", help="quantize the stored matrices "
         "(default: exact)")
     add("--budget", type=parse_nbytes, metavar="SIZE", help="device memory for weights, as in 2GiB "
         "(default: three quarters of what is free)")

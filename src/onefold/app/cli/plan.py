@@ -28,21 +28,21 @@ if TYPE_CHECKING:
     from onefold.planner.result import Plan
 
 DESCRIPTION = """\
-List every way to train a model on these devices: bytes per device, host and
-disk, whether they fit, bytes sent, the time of a step, and the command for the
-best way. Nothing is run: one micro-batch is traced without values. With
---calibrate CPU ranks of this machine are measured first, and step times are
-theirs. Without arguments: the tiny preset on this machine.
+Predict the peak memory and the step time of every stage and offload on these
+devices, show which of them fit, and print the command for the best one. Nothing
+is trained: one micro-batch is traced without allocating memory. --calibrate
+first measures CPU ranks of this machine, and predicts their step times. Without
+arguments: the tiny preset on this machine.
 
   onefold plan --model llama-8b --gpu h100-80
   onefold plan --model config.json --gpus 8 --nodes 8 --mem 80GiB --seq 4096"""
 
 AXES = {
-    "tp": "ranks of a tensor axis, neighbours in a node",
-    "pp": "ranks of a pipeline; --accumulate is its number of micro-batches",
-    "virtual": "pieces of the model on each rank of the pipeline, interleaved",
-    "cp": "ranks of a context axis, which cut sequences",
-    "ep": "ranks of dp x cp that share the experts",
+    "tp": "tensor-parallel ranks, neighbors in a node",
+    "pp": "pipeline ranks; --accumulate is the number of micro-batches",
+    "virtual": "interleaved pieces of the model on each pipeline rank",
+    "cp": "context-parallel ranks, which split sequences",
+    "ep": "ranks of dp x cp that divide the experts",
 }
 
 CURVE = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -80,20 +80,20 @@ def add_to(commands: SubParsers) -> None:
     add("--wire", metavar="NAME", default="auto", help="messages between nodes: exact, hybrid, "
         "replicas; recommended, zero++, zero++diff (lossy). auto: the best of the exact ones, and "
         "the gain of the others")
-    add("--recompute", action="store_true", help="run blocks again in backward")
+    add("--recompute", action="store_true", help="activation checkpointing: recompute blocks")
     for axis, meaning in AXES.items():
         add(f"--{axis}", type=positive, default=1, metavar="N", help=meaning)
     add("--gpu", "--cluster", dest="cluster", metavar="MACHINE", type=_machine, help="predict "
-        "step times on such GPUs, and how they scale: a100-40, a100-80, h100-80, h200, b200 ... "
-        "With counts, all devices there are, also of several kinds: \"8xh100-80 + 16xa100-40\"")
+        "step times on these GPUs, and how they scale: a100-40, a100-80, h100-80, h200, b200 ... "
+        "With counts, all devices of a cluster, even of several kinds: \"8xh100-80 + 16xa100-40\"")
     add("--calibrate", nargs="?", const=True, default=False, metavar="MODEL", help="measure CPU "
         "ranks here and predict their step times; with the name of a smaller model, measure that")
     add("--inference", action="store_true", help="plan `onefold generate` instead: passes over "
         "weights that stream, at batch 1 and at the best batch")
     add("--budget", type=parse_nbytes, metavar="SIZE", help="with --inference: memory of a rank "
         "for weights (default: three quarters of it)")
-    add("--rest", type=packing, metavar="int8|int4", help="with --inference: pack the matrices "
-        "where they rest")
+    add("--rest", type=packing, metavar="int8|int4", help="with --inference: quantize the "
+        "stored matrices")
     add("--context", type=positive, default=2048, help="with --inference: tokens of a sequence")
     add("--wide", action="store_true", help="print memory by kind, bytes sent and tokens/s as well")
     # fmt: on

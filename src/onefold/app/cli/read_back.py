@@ -60,8 +60,8 @@ what differs, and write compare.html into the folder of the second.
 def add_report(commands: SubParsers) -> None:
     """Add `onefold report`."""
     add = add_command(commands, "report", run_report, "draw the page of a recorded run", REPORT)
-    add("directory", metavar="DIR", help="the folder that has report.json")
-    add("second", metavar="DIR2", nargs="?", help="that of a second run, to compare")
+    add("directory", metavar="DIR", help="the folder with report.json")
+    add("second", metavar="DIR2", nargs="?", help="the folder of a second run, to compare with")
 
 
 def add_checkpoints(commands: SubParsers) -> None:

@@ -35,7 +35,7 @@ DEFAULTS = Job()
 DESCRIPTION = """\
 Train a byte-level GPT, or a module of yours, sharded over ranks. Without arguments: two local CPU
 ranks (or one for each GPU), stage 3, on the source of Python's standard library, in about half a
-minute. Under torchrun it joins the ranks that are there.
+minute. Under torchrun it uses the ranks of torchrun.
 
   onefold train
   onefold train --model config.json --data DIR --stage 2 --precision bf16
@@ -59,8 +59,8 @@ def add_to(commands: SubParsers) -> None:
     memory("--shares", type=or_auto(weights), metavar="W,W,...|auto", help="how much state each "
         "rank holds, as weights in rank order; auto: as even as the free memory allows (default: "
         "all the same)")
-    memory("--recompute", action="store_true", help="run blocks again in backward instead of "
-        "keeping their activations")
+    memory("--recompute", action="store_true", help="activation checkpointing: recompute "
+        "blocks in backward instead of keeping their activations")
     memory("--precision", help="fp32, bf16 or fp16 compute; masters and sums stay fp32 (default: "
         "the parameters' own)")
     task("--model", default=DEFAULTS.model, metavar="NAME|config.json|module:function", help=
@@ -84,8 +84,8 @@ def add_to(commands: SubParsers) -> None:
         "takes: auto, by measured speed, or one weight a rank, such as 3,1 (default: equal)")
     ranks("--tp", type=positive, default=1, metavar="N", help="ranks that share each layer (tensor "
         "parallel)")
-    ranks("--pp", type=positive, default=1, metavar="N", help="ranks that have blocks one after "
-        "the other (pipeline); --accumulate gives its micro-batches")
+    ranks("--pp", type=positive, default=1, metavar="N", help="pipeline ranks, each with some of "
+        "the blocks; --accumulate is the number of micro-batches")
     ranks("--cp", type=positive, default=1, metavar="N", help="ranks that share each row (sequence "
         "parallel)")
     ranks("--wire", metavar="NAME", help="messages between hosts: hybrid, replicas (exact); "

@@ -216,7 +216,7 @@ def check_config(path: Path) -> dict[str, Any]:
         )
     if find_spec("transformers") is None:
         raise ConfigError(
-            "the transformers package, to build a model from config.json",
+            "the transformers package, to build a model from its config",
             "an environment without it",
             hint="pip install '.[hf]' in a checkout of Onefold; byte models need no package",
         )
