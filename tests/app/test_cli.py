@@ -96,6 +96,10 @@ def regression():
     return nn.Linear(6, 5), (rows, rows[:, :5].sin()), loss
 
 
+def no_loss():
+    return nn.Linear(4, 1), torch.randn(8, 4), lambda module, batch: module(batch).nothing
+
+
 def loss(module, batch):
     inputs, targets = batch
     return (module(inputs) - targets).square().mean()
@@ -475,6 +479,15 @@ def test_check_takes_a_batch_and_a_loss_from_the_user(step_device):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "35 parameters, 2 steps, 2 ranks" in done.stdout
     assert done.stdout.endswith("all stages agree\n")
+
+
+@pytest.mark.process
+def test_check_names_the_line_of_a_loss_that_fails(step_device):
+    done = onefold("check", "mine:no_loss", cwd=step_device)
+    assert done.returncode != 0
+    assert "expected loss_fn(module, batch) to run, got AttributeError" in done.stderr
+    assert "(mine.py:" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.process

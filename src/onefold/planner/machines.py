@@ -139,7 +139,7 @@ def machine_of(name: str) -> Machine:
     known = name.strip().lower()
     known = _SHORT.get(known, known)
     if known not in MACHINES:
-        close = get_close_matches(known, MACHINES, n=1)
+        close = get_close_matches(known, MACHINES, n=1, cutoff=0.5)
         other = "describe any other machine with onefold.planner.machines.Machine(...)"
         hint = f"did you mean {close[0]}?" if close else other
         raise ConfigError(f"a GPU among {', '.join(MACHINES)}", repr(name), hint=hint)

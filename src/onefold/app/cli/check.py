@@ -66,7 +66,7 @@ def verdict_lines(verdict: Verdict) -> Iterator[str]:
         f"{verdict.num_parameters:,d} parameters, {verdict.steps} steps, "
         f"{verdict.world_size} ranks against one process, relative"
     )
-    heads = ("", "loss is off by", "weights by", "bits of stage 0", "")
+    heads = ("", "loss is off by", "weights by", "against stage 0", "")
     yield from columns([heads, *map(_cells, verdict.stages)], "<>>><")
     stages: dict[str, list[str]] = {}
     for stage in verdict.stages:

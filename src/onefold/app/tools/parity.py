@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import sha256
 from typing import Any
 
@@ -21,9 +22,9 @@ from torch.utils._pytree import tree_map_only
 import onefold
 from onefold.app.train.corpus import own_rows
 from onefold.config import StageNumber
-from onefold.errors import ConfigError
+from onefold.errors import ConfigError, OnefoldError
 from onefold.planner.models.gpt import GPT, PRESETS, VOCAB
-from onefold.planner.models.loader import call_function, load_function, logits_of
+from onefold.planner.models.loader import call_function, described, load_function, logits_of
 from onefold.wire.world import World
 
 STAGES: tuple[StageNumber, ...] = (0, 1, 2, 3)
@@ -114,6 +115,7 @@ class _Case:
             hint = "loss_fn(module, batch) returns the loss, a mean over rows of the batch"
             raise ConfigError(wanted, f"({kinds})", hint=hint)
         module, batch, loss_fn = parts
+        loss_fn = partial(self._loss, loss_fn)
 
         def to_device(tensor: Tensor) -> Tensor:
             if tensor.dim() and len(tensor) % world_size:
@@ -123,6 +125,16 @@ class _Case:
             return tensor.to(device)
 
         return module.to(device), tree_map_only(Tensor, to_device, batch), loss_fn
+
+    def _loss(self, loss_fn: Loss, module: nn.Module, batch: Any) -> Tensor:
+        """Call the user's `loss_fn`; what it raises names its line, and not those of ranks."""
+        try:
+            return loss_fn(module, batch)
+        except OnefoldError:
+            raise
+        except Exception as error:
+            hint = "loss_fn takes the module and a batch of this rank's rows"
+            raise ConfigError("loss_fn(module, batch) to run", described(error), hint=hint) from error
 
     def own_rows(self, tensor: Tensor) -> Tensor:
         """Return this rank's rows of a tensor of the global batch."""
