@@ -26,6 +26,7 @@ from onefold.tier.workers import Task
 from onefold.unit.buffer import Buffer
 from onefold.unit.context import Context, UnitSpec
 from onefold.unit.parameter import UnitParameter
+from onefold.wire import fused
 from onefold.wire.ticket import Ticket, Waitable
 
 
@@ -274,8 +275,9 @@ class UnitWeights:
         master = self.master.tensor
         weight = self.weight.tensor.to(master.device)
         with torch.no_grad():
-            untouched = weight == master.to(weight.dtype)
-            master.copy_(torch.where(untouched, master, weight.to(master.dtype)))
+            if not fused.adopt(weight, master):
+                untouched = weight == master.to(weight.dtype)
+                master.copy_(torch.where(untouched, master, weight.to(master.dtype)))
         self._published = self.edits.all()
 
     def publish(self, *, is_rounded: bool) -> None:

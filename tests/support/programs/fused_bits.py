@@ -135,6 +135,19 @@ def check_mean(ranks: int, dtype: torch.dtype, into: torch.dtype) -> None:
             same(a, b, ("mean", ranks, dtype, into))
 
 
+def check_adopted(numel: int) -> None:
+    """Weights that were edited go to the master, and no other element of it changes."""
+    master = values_of(numel, torch.float32)
+    weight = master.bfloat16()
+    weight[::3] = values_of(len(weight[::3]), torch.bfloat16, seed=1)
+    untouched = weight == master.bfloat16()
+    wanted = torch.where(untouched, master, weight.float())
+    got = master.to(DEVICE, copy=True)
+    assert fused.adopt(weight.to(DEVICE), got)
+    same(wanted, got, ("adopted", numel))
+    assert not torch.equal(wanted, master)
+
+
 SHAPES = [("matrix", (70, 33)), ("vector", (5,)), ("uneven", (7, 3)), ("wide", (3, 600))]
 
 
@@ -201,6 +214,8 @@ def main() -> None:
         check_codec(codec, dtype)
     for ranks, dtype, into in product((1, 3), KINDS, KINDS):
         check_mean(ranks, dtype, into)
+    for numel in (5, 2048, 5000):
+        check_adopted(numel)
     if DEVICE.type != "cpu":
         return
     check_transport(2, codecs[0], torch.float32, torch.float32)

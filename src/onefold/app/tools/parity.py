@@ -134,7 +134,9 @@ class _Case:
             raise
         except Exception as error:
             hint = "loss_fn takes the module and a batch of this rank's rows"
-            raise ConfigError("loss_fn(module, batch) to run", described(error), hint=hint) from error
+            raise ConfigError(
+                "loss_fn(module, batch) to run", described(error), hint=hint
+            ) from error
 
     def own_rows(self, tensor: Tensor) -> Tensor:
         """Return this rank's rows of a tensor of the global batch."""

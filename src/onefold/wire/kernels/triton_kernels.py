@@ -262,6 +262,18 @@ def mean(
     _store(other, at, total, mask, into_bf16)
 
 
+@triton.jit
+def adopt(weight, master, numel, block: tl.constexpr):
+    """Take bf16 weights [numel] into the fp32 master where its rounded values are others."""
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    mask = at < numel
+    narrow = tl.load(weight + at, mask=mask, other=0)
+    now = (narrow.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    rounded = _rounded(tl.load(master + at, mask=mask, other=0.0)).to(tl.uint32) << 16
+    is_edited = now != rounded.to(tl.float32, bitcast=True)
+    tl.store(master + at, now, mask=mask & is_edited)
+
+
 def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
     """Launch so many programs, on the current stream; nothing for none."""
     if programs:
