@@ -131,6 +131,36 @@ def test_adapters_that_were_merged_inside_unsharded_hold_what_was_predicted(
     run_ranks(world_size, body)
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("clears", [False, True], ids=["grads kept", "grads cleared"])
+@pytest.mark.parametrize("sharding", [
+    {"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 1, "offload": "optimizer"},
+], ids=str)  # fmt: skip
+def test_weights_shown_after_a_step_hold_what_was_predicted(sharding, clears, world_size):
+    """Cleared gradients are freed first, so `unsharded` needs no room for both."""
+
+    def body(rank: int) -> None:
+        model = seeded(lambda: built("GPT2LMHeadModel"))
+        optimizer = torch.optim.AdamW(model.parameters())
+        onefold.shard(model, optimizer, **sharding)
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(**batch("GPT2LMHeadModel", generator)).loss.backward()
+            optimizer.step()
+        if clears:
+            optimizer.zero_grad()
+        with onefold.unsharded(model):
+            pass
+        report = onefold.report(model)
+        assert report.differing() == {}
+        if world_size == 1:  # weights, two moments, gradients until they are cleared, and the copy
+            copies = 4 if clears else 5
+            assert report.memory_peak == pytest.approx(copies * report.nbytes("weight"), rel=0.01)
+
+    run_ranks(world_size, body)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_one_rank_that_sums_two_backwards_holds_what_was_predicted(name):
     """Accelerate accumulates so on one rank, without a word to the module."""
