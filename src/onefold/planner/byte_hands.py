@@ -230,7 +230,7 @@ class ByteHands:
         counter.add("staging", widened if any(unit.master for unit in self._units) else 0)
         counter.see()
 
-    def show(self, nbytes: int, *, shows_grads: bool) -> None:
+    def show(self, nbytes: int, shows_grads: bool) -> None:
         """The user looks at unsharded parameters, in buffers of `nbytes` of their own."""
         self._counter.enter("unsharded", "")
         for index in () if shows_grads else self._reduced - self._resting_grads:
