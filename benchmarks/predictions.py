@@ -3,7 +3,8 @@
     python benchmarks/predictions.py                 every case; writes results and table
 
 Cases: stages 1-3 on two ranks, plain, with LoRA, and under Trainer, each with two micro-batches in
-a step. The bytes are those of the report: weights, gradients, states and buffers of messages.
+a step. Ranks are processes. The bytes are those of the report: weights, gradients, states and
+buffers of messages. For a peak that is more than 5 % off, the table has the line of the report.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tests.recording.test_predictions import MODELS, batch, built, trained, with_adapters
 from tests.support.hf_ranks import run_forks
-from tests.support.ranks import run_ranks, seeded
+from tests.support.ranks import seeded
 
 DOCS = Path(__file__).parent.parent / "docs" / "measurements" / "memory.md"
 BEGIN, END = "<!-- predictions: begin -->", "<!-- predictions: end -->"
@@ -34,25 +35,22 @@ WORLD, NEAR = 2, 0.05
 
 
 def outcome(report: onefold.recording.report.Report) -> dict[str, Any]:
-    """Return predicted and measured bytes of all kinds together, and the kinds that are off."""
+    """Return predicted and measured bytes of all kinds together, and what the report says."""
     return {
         "predicted": report.predicted["all"],
         "measured": report.memory_peak,
         "off": report.differing(),
+        "verdict": report.verdict,
     }
 
 
-def in_a_loop(name: str, stage: int, has_adapters: bool) -> dict[str, Any]:
-    """Train in a plain loop, on threads as ranks."""
-
-    def body(rank: int) -> dict[str, Any]:
-        model = seeded(lambda: built(name))
-        model = with_adapters(model) if has_adapters else model
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-        onefold.shard(model, optimizer, stage=stage)
-        return outcome(trained(model, name, rank, optimizer))
-
-    return run_ranks(WORLD, body)[0]
+def in_a_loop(rank: int, name: str, stage: int, has_adapters: bool) -> dict[str, Any]:
+    """Train in a plain loop."""
+    model = seeded(lambda: built(name))
+    model = with_adapters(model) if has_adapters else model
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    onefold.shard(model, optimizer, stage=stage)
+    return outcome(trained(model, name, rank, optimizer))
 
 
 def under_trainer(rank: int, name: str, stage: int, folder: str) -> dict[str, Any]:
@@ -79,7 +77,7 @@ def measured() -> list[dict[str, Any]]:
                     with tempfile.TemporaryDirectory() as folder:
                         found = run_forks(WORLD, under_trainer, name, stage, folder)[0]
                 else:
-                    found = in_a_loop(name, stage, kind == "LoRA")
+                    found = run_forks(WORLD, in_a_loop, name, stage, kind == "LoRA")[0]
                 rows.append({"kind": kind, "model": name, "stage": stage, **found})
                 print(kind, name, stage, found, flush=True)
     return rows
@@ -102,7 +100,8 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     far = [row for row in rows if abs(row["predicted"] / row["measured"] - 1) > NEAR]
     for row in far:
         ratio = row["predicted"] / row["measured"]
-        lines += ["", f"{row['model']}, stage {row['stage']}, {row['kind']}: {ratio:.3f}."]
+        said = f"{row['model']}, stage {row['stage']}, {row['kind']}: {ratio:.3f}."
+        lines += ["", f'{said} The report: "{row["verdict"]}".']
     return lines
 
 

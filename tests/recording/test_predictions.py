@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import onefold
+from onefold.layout.ledger import Usage
 from tests.support.hf_ranks import run_forks
 from tests.support.ranks import run_ranks, seeded
 
@@ -159,6 +162,26 @@ def test_weights_shown_after_a_step_hold_what_was_predicted(sharding, clears, wo
             assert report.memory_peak == pytest.approx(copies * report.nbytes("weight"), rel=0.01)
 
     run_ranks(world_size, body)
+
+
+def test_a_report_says_why_a_run_holds_less_than_predicted():
+    """After one step, the peak is yet to come; later, fast messages leave buffers unused."""
+
+    def body(rank: int) -> None:
+        model = seeded(lambda: built("GPT2LMHeadModel"))
+        optimizer = torch.optim.AdamW(model.parameters())
+        onefold.shard(model, optimizer, stage=3)
+        model(**batch("GPT2LMHeadModel", torch.Generator().manual_seed(rank))).loss.backward()
+        optimizer.step()
+        report = onefold.report(model)
+        early = "held [0-9.]+ MiB: the first backward runs without optimizer states"
+        assert re.search(early, report.verdict)
+        late = replace(report, steps=2)
+        kind = re.search(r": (\w+) needed less, as \w+ .* (sooner|came|began)", late.verdict)
+        assert kind
+        assert report.predicted[kind[1]] > late.memory.get(kind[1], {}).get("device", Usage()).peak
+
+    run_ranks(2, body)
 
 
 @pytest.mark.parametrize("name", MODELS)
