@@ -87,10 +87,12 @@ def with_adapters(model: nn.Module) -> nn.Module:
     return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=names[:3]))
 
 
-def trained(model: nn.Module, name: str, rank: int, optimizer: Any = None) -> onefold.Report:
-    """Three steps of two micro-batches."""
+def trained(
+    model: nn.Module, name: str, rank: int, optimizer: Any = None, *, steps: int = 3
+) -> onefold.Report:
+    """Steps of two micro-batches."""
     generator = torch.Generator().manual_seed(rank)
-    for _ in range(3):
+    for _ in range(steps):
         with onefold.accumulate(model):
             model(**batch(name, generator)).loss.backward()
         model(**batch(name, generator)).loss.backward()

@@ -132,6 +132,8 @@ class Report:
             surplus = {k: self.predicted.get(k, 0) - self._peak(k) for k in UPPER_BOUNDS}
             kind = max(surplus, key=surplus.__getitem__)
             why = f"{kind} needed less, as {UPPER_BOUNDS[kind]}"
+            if surplus[kind] <= 0:
+                why = "gradients were sent off before wire and unsharded peaked"
             if self.steps == 1 and self.nbytes("optimizer"):
                 why = "the first backward runs without optimizer states"
             return f"predicted at most {peak}, held {format_bytes(got)}: {why}"
