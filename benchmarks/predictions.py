@@ -2,9 +2,9 @@
 
     python benchmarks/predictions.py                 every case; writes results and table
 
-Cases: stages 1-3 on two ranks, plain, with LoRA, and under Trainer, 20 steps of two
-micro-batches each. Ranks are processes. The bytes are those of the report: weights, gradients, states and
-buffers of messages. For a peak that is more than 5 % off, the table has the line of the report.
+Cases: stages 1-3 on two ranks, plain, with LoRA, and under Trainer, 20 steps of two micro-batches
+each. Ranks are processes. The bytes are those of the report: weights, gradients, states and buffers
+of messages. For a peak that is more than 5 % off, the table has the line of the report.
 """
 
 from __future__ import annotations

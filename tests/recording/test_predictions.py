@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 import onefold
-from onefold.layout.ledger import Usage
 from tests.support.hf_ranks import run_forks
 from tests.support.ranks import run_ranks, seeded
 
@@ -178,10 +177,15 @@ def test_a_report_says_why_a_run_holds_less_than_predicted():
         report = onefold.report(model)
         early = "held [0-9.]+ MiB: the first backward runs without optimizer states"
         assert re.search(early, report.verdict)
-        late = replace(report, steps=2)
-        kind = re.search(r": (\w+) needed less, as \w+ .* (sooner|came|began)", late.verdict)
-        assert kind
-        assert report.predicted[kind[1]] > late.memory.get(kind[1], {}).get("device", Usage()).peak
+        peak = report.memory_peak
+        held = {kind: tiers["device"].peak for kind, tiers in report.memory.items()}
+        apart = replace(report, steps=2, predicted={**held, "all": peak + held["wire"]})
+        assert apart.verdict.endswith(
+            ": kinds peaked at different moments, as messages ended early"
+        )
+        wire = {"wire": 2 * held["wire"]}
+        late = replace(report, steps=2, predicted={**apart.predicted, **wire})
+        assert ": wire needed less, as messages ended before the next ones began" in late.verdict
 
     run_ranks(2, body)
 

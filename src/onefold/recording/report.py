@@ -133,7 +133,7 @@ class Report:
             kind = max(surplus, key=surplus.__getitem__)
             why = f"{kind} needed less, as {UPPER_BOUNDS[kind]}"
             if surplus[kind] <= 0:
-                why = "gradients were sent off before wire and unsharded peaked"
+                why = "kinds peaked at different moments, as messages ended early"
             if self.steps == 1 and self.nbytes("optimizer"):
                 why = "the first backward runs without optimizer states"
             return f"predicted at most {peak}, held {format_bytes(got)}: {why}"
