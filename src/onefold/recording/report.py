@@ -127,7 +127,7 @@ class Report:
         if not off:
             wanted, got = self.predicted["all"], self.memory_peak
             peak = format_bytes(wanted)
-            if got >= (1 - TOLERANCE) * wanted:
+            if wanted <= (1 + TOLERANCE) * got:
                 return f"predicted {peak} at the peak: within 5 %, each kind too"
             surplus = {k: self.predicted.get(k, 0) - self._peak(k) for k in UPPER_BOUNDS}
             kind = max(surplus, key=surplus.__getitem__)
