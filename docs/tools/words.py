@@ -31,7 +31,6 @@ WORDS = {
     r"one verdict": "all ranks skip the step together",
     r"anew": "again, from the start",
     r"likewise|as ever": "the noun again",
-    r"as many as fit": "the largest power of two that fits",
     r"the peers?": "DDP, FSDP2 and DeepSpeed; other libraries",
     r"quantis\w+": "quantize",
     r"pip install \"?onefold": "pip install '.[hf]' in a checkout: no index has the package yet",
