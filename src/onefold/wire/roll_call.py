@@ -296,11 +296,14 @@ class RollCall:
         if odd != str(self._rank):
             got, hint = f"rank {odd} elsewhere: {place}", f"the error of rank {odd} lists all ranks"
             return expected("all ranks in the same collective", got, hint=hint)
-        lines = [f"  rank{'s' * (len(n) > 1)} {', '.join(n)}: {p}" for p, n in ranks.items()]
+        lines = "\n".join(
+            f"  rank{'s' * (len(names) > 1)} {', '.join(names)}: {where}"
+            for where, names in ranks.items()
+        )
         hint = "every rank makes the same calls in the same order: take collectives out of "
         return expected(
             "all ranks in the same collective",
-            "\n".join(["ranks that wait for one another:", *lines]),
+            f"ranks that wait for one another:\n{lines}",
             hint=f"{hint}`if rank == 0:`, and run the same number of steps on every rank",
         )
 
