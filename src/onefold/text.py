@@ -153,9 +153,11 @@ def _drawn(rows: Sequence[Sequence[str]], sides: str, width: int) -> Any:
     widths = [max(map(len, column)) for column in words]
     widths[0] = min(widths[0], NAME)
     room = width - sum(widths) - 2 * (len(widths) - 1)
-    if room < 0:
+    if room < 0 and len(head) > 2:
         blocks = chain.from_iterable([*zip(head, row, strict=True), ("", "")] for row in cells)
         return _drawn([("", ""), *blocks][:-1], "<<", width)
+    widths[-1] += min(room, 0)  # of two columns: a longer word breaks
+    room = max(room, 0)
     for index in sorted(range(len(full)), key=lambda i: full[i] - widths[i]):  # numbers first
         more = min(room, full[index] - widths[index])
         widths[index], room = widths[index] + more, room - more
