@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from math import isfinite
 from textwrap import wrap
 from typing import Any, TextIO
@@ -18,6 +19,9 @@ from onefold.errors import ConfigError
 WIDTH, NARROWEST, WIDEST = 80, 50, 200
 FIRST_CELL = 24
 """A first cell of a table that is longer gets a line of its own where 80 columns are too few."""
+
+NAME = 16
+"""Letters of a name in a first cell that a terminal keeps on one line at least."""
 
 BINARY_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 SIZE_UNITS = {"B": 1} | {
@@ -79,7 +83,8 @@ def parse_nbytes(flag: str, text: str) -> int:
     nbytes = int(float(match[1]) * factor) if match and factor else 0
     if nbytes < 1:
         wanted = f"{flag} to be a number above 0 with a unit: {', '.join(SIZE_UNITS)}"
-        raise ConfigError(wanted, repr(text), hint=f"{flag} 80GiB")
+        hint = f"{flag} 80GiB" if flag[:1] == "-" else f'{flag}="80GiB"'
+        raise ConfigError(wanted, repr(text), hint=hint)
     return nbytes
 
 
@@ -131,20 +136,37 @@ def show(parts: Iterable[str], stream: TextIO) -> None:
     console = Console(file=stream, width=width, markup=False, emoji=False, highlight=False)
     for part in parts:
         if isinstance(part, Table):
-            console.print(_drawn(part))
+            console.print(_drawn(part.rows, part.sides, width))
         else:  # indented lines are commands and code, which people copy: they stay one line
             console.print(part, soft_wrap=part.startswith("  "))
 
 
-def _drawn(table: Table) -> Any:
+def _drawn(rows: Sequence[Sequence[str]], sides: str, width: int) -> Any:
+    """Draw a table whose words stay whole; where that takes too much room, each row as a block."""
     from rich import box
     from rich.table import Table as Drawn
     from rich.text import Text
 
-    drawn = Drawn(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for head, side in zip(table.rows[0], table.sides, strict=True):
-        drawn.add_column(Text(head), justify="right" if side == ">" else "left", overflow="fold")
-    for row in table.rows[1:]:
+    head, *cells = rows
+    full = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    words = [" ".join(column).split(" ") for column in zip(*rows, strict=True)]
+    widths = [max(map(len, column)) for column in words]
+    widths[0] = min(widths[0], NAME)
+    room = width - sum(widths) - 2 * (len(widths) - 1)
+    if room < 0 and len(head) > 2:
+        blocks = chain.from_iterable([*zip(head, row, strict=True), ("", "")] for row in cells)
+        return _drawn([("", ""), *blocks][:-1], "<<", width)
+    widths[-1] += min(room, 0)  # of two columns: a longer word breaks
+    room = max(room, 0)
+    for index in sorted(range(len(full)), key=lambda i: full[i] - widths[i]):  # numbers first
+        more = min(room, full[index] - widths[index])
+        widths[index], room = widths[index] + more, room - more
+    drawn = Drawn(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False,
+                  show_header=any(head))  # fmt: skip
+    for name, side, wide in zip(head, sides, widths, strict=True):
+        justify = "right" if side == ">" else "left"
+        drawn.add_column(Text(name), justify=justify, overflow="fold", width=wide)
+    for row in cells:
         drawn.add_row(*map(Text, row))
     return drawn
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -14,7 +16,7 @@ import pytest
 from onefold.app.cli.doctor import _lines
 from onefold.app.cli.main import main
 from onefold.app.tools.machine import HostReport, checks
-from onefold.text import columns, common_unit, in_unit, shell_lines, wrapped
+from onefold.text import columns, common_unit, in_unit, shell_lines, show, wrapped
 from tests.support.commands import onefold
 from tests.support.forking import HANG_S
 
@@ -75,6 +77,42 @@ def test_a_plan_has_80_columns_and_100_if_it_is_wide(flags, capsys):
     assert too_wide(wide, 100) == []
     assert len(wide.splitlines()) > len(short.splitlines()) + 10
     assert ("optim" in wide, "optim " in short) == (True, False)
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+RANKS = [
+    ("rank", "host", "device", "free", "host free", "products", "copies", "slowest link"),
+    *(("0", "vm", "cpu", "9.73 GiB", "19.5 GiB", "94 GFLOP/s", "17.1 GB/s", "959 MB/s"),) * 2,
+]
+WAYS = [
+    ("stage", "offload", "memory", "fits", "step", "why"),
+    ("*1", "none", "62.05 GiB", "yes", "1.70 s", "the fastest that fits"),
+    ("3", "optimizer", "23.66 GiB", "?", "14.4 s", "needs 4.20 GiB host, 89.7 GiB disk"),
+]
+
+
+@pytest.mark.parametrize("terminal", [50, 80, 200])
+@pytest.mark.parametrize(("rows", "sides"), [(RANKS, "<<<>"), (WAYS, "><>>><")])
+def test_a_terminal_gets_tables_in_its_width_with_no_word_broken(
+    rows, sides, terminal, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", str(terminal))
+    stream = Terminal()
+    show(columns(rows, sides), stream)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue())
+    assert too_wide(text, terminal) == []
+    assert {word for row in rows for cell in row for word in cell.split()} <= {*text.split()}
+    lines = text.splitlines()
+    if terminal > 50:
+        assert len(lines) == len(rows) + 1  # with a rule
+    elif rows is RANKS:  # a line for each cell, and one between ranks
+        assert len(lines) == 2 * len(rows[0]) + 1
 
 
 def test_a_training_run_prints_80_columns(trained):

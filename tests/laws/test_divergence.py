@@ -135,13 +135,18 @@ CALLS = {
 
 
 @pytest.mark.parametrize("body", CALLS, ids=lambda body: body.__name__)
-def test_ranks_that_wait_for_one_another_all_say_where_each_of_them_is(body, tmp_path):
-    for message in said(tmp_path, body):
-        assert "ranks that wait for one another" in message
-        first, second = [line for line in message.splitlines() if line.startswith("  rank")]
-        assert re.match(CALLS[body], first.strip()), first
-        assert second.startswith(("  rank 1: forward, gather of", "  rank 1: backward, "))
-        assert message.splitlines()[-1].startswith("hint:")
+def test_ranks_that_wait_for_one_another_name_the_line_of_each_once(body, tmp_path):
+    """The rank that differs lists all; the other names that line, and is at its own."""
+    culprit, other = said(tmp_path, body)
+    assert "ranks that wait for one another" in culprit
+    first, second = [line for line in culprit.splitlines() if line.startswith("  rank")]
+    assert re.match(CALLS[body], first.strip()), first
+    assert second.startswith(("  rank 1: forward, gather of", "  rank 1: backward, "))
+    assert culprit.splitlines()[-1].startswith("hint: every rank makes the same calls")
+    line, hint = other.splitlines()
+    assert first.strip().removeprefix("rank 0: ") in line
+    assert "got rank 0 elsewhere: " in line
+    assert hint == "hint: the error of rank 0 lists all ranks"
 
 
 @pytest.mark.parametrize(
@@ -157,8 +162,9 @@ def test_a_rank_that_does_something_else_is_named_at_the_timeout(body, call, tmp
 
 def test_a_read_of_a_gradient_on_one_rank_is_named_by_both(tmp_path):
     _, other = said(tmp_path, read_a_gradient_alone)
-    for message in (other, (tmp_path / "stderr").read_text()):
-        assert "ranks that wait for one another" in message
-        assert "rank 0: a collective of torch, test_divergence.py:" in message
+    culprit = (tmp_path / "stderr").read_text()
+    for message, name in ((other, "rank 0 elsewhere"), (culprit, "rank 0")):
+        assert f"{name}: a collective of torch, test_divergence.py:" in message
         assert "`module.embed.weight.grad.norm().full_tensor()`" in message
-        assert "rank 1: forward, gather of" in message
+    assert "ranks that wait for one another" in culprit
+    assert "rank 1: forward, gather of" in culprit

@@ -94,9 +94,9 @@ def other_evaluations(rank, module, optimizer, folder):
 
 DIFFERENCES = {
     other_experts: "gather of unit 'experts.",
-    other_experts_later: "rank 2: forward, gather of unit '",
-    other_experts_in_layered_order: "of unit 'experts.",
-    other_calls: "rank 0: onefold.save",
+    other_experts_later: "forward, gather of unit '",
+    other_experts_in_layered_order: "gather of unit '",
+    other_calls: ": onefold.save",
     other_evaluations: "evaluation forward, gather of unit 'experts.",
 }
 

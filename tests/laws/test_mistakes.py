@@ -394,7 +394,8 @@ def generate_alone(rank):
 
 def test_generate_on_one_rank_is_named_by_both(tmp_path):
     pytest.importorskip("transformers")
-    for said in on_both_ranks(generate_alone, tmp_path):
+    culprit, other = on_both_ranks(generate_alone, tmp_path)
+    for said in (culprit, other):
         assert said.startswith("WireError: expected all ranks in the same collective"), said
-        assert re.search(r"rank 0: evaluation forward, .*`module\.generate\(", said)
-        assert "rank 1: forward, " in said
+        assert re.search(r"rank 0( elsewhere)?: evaluation forward, .*`module\.generate\(", said)
+    assert "rank 1: forward, " in culprit

@@ -285,7 +285,7 @@ def test_auto_takes_as_many_rows_in_the_mean_as_fit():
     rows = made.taken.rows
     assert made.fits
     assert sum(made.mixed.split.rows) == 4 * rows
-    assert not planned(kinds(1.0, 3.0, memory=memory), batch=2 * rows).fits
+    assert not planned(kinds(1.0, 3.0, memory=memory), batch=rows + 1).fits
 
 
 def test_without_machines_rows_are_the_same_and_states_follow_memory():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +86,12 @@ def with_adapters(model: nn.Module) -> nn.Module:
     return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=names[:3]))
 
 
-def trained(model: nn.Module, name: str, rank: int, optimizer: Any = None) -> onefold.Report:
-    """Three steps of two micro-batches."""
+def trained(
+    model: nn.Module, name: str, rank: int, optimizer: Any = None, *, steps: int = 3
+) -> onefold.Report:
+    """Steps of two micro-batches."""
     generator = torch.Generator().manual_seed(rank)
-    for _ in range(3):
+    for _ in range(steps):
         with onefold.accumulate(model):
             model(**batch(name, generator)).loss.backward()
         model(**batch(name, generator)).loss.backward()
@@ -129,6 +133,61 @@ def test_adapters_that_were_merged_inside_unsharded_hold_what_was_predicted(
         assert onefold.report(model).differing() == {}
 
     run_ranks(world_size, body)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("clears", [False, True], ids=["grads kept", "grads cleared"])
+@pytest.mark.parametrize("sharding", [
+    {"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 1, "offload": "optimizer"},
+], ids=str)  # fmt: skip
+def test_weights_shown_after_a_step_hold_what_was_predicted(sharding, clears, world_size):
+    """Cleared gradients are freed first, so `unsharded` needs no room for both."""
+
+    def body(rank: int) -> None:
+        model = seeded(lambda: built("GPT2LMHeadModel"))
+        optimizer = torch.optim.AdamW(model.parameters())
+        onefold.shard(model, optimizer, **sharding)
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(**batch("GPT2LMHeadModel", generator)).loss.backward()
+            optimizer.step()
+        if clears:
+            optimizer.zero_grad()
+        with onefold.unsharded(model):
+            pass
+        report = onefold.report(model)
+        assert report.differing() == {}
+        if world_size == 1:  # weights, two moments, gradients until they are cleared, and the copy
+            copies = 4 if clears else 5
+            assert report.memory_peak == pytest.approx(copies * report.nbytes("weight"), rel=0.01)
+
+    run_ranks(world_size, body)
+
+
+def test_a_report_says_why_a_run_holds_less_than_predicted():
+    """After one step, the peak is yet to come; later, fast messages leave buffers unused."""
+
+    def body(rank: int) -> None:
+        model = seeded(lambda: built("GPT2LMHeadModel"))
+        optimizer = torch.optim.AdamW(model.parameters())
+        onefold.shard(model, optimizer, stage=3)
+        model(**batch("GPT2LMHeadModel", torch.Generator().manual_seed(rank))).loss.backward()
+        optimizer.step()
+        report = onefold.report(model)
+        early = "held [0-9.]+ MiB: the first backward runs without optimizer states"
+        assert re.search(early, report.verdict)
+        peak = report.memory_peak
+        held = {kind: tiers["device"].peak for kind, tiers in report.memory.items()}
+        apart = replace(report, steps=2, predicted={**held, "all": peak + held["wire"]})
+        assert apart.verdict.endswith(
+            ": kinds peaked at different moments, as messages ended early"
+        )
+        wire = {"wire": 2 * held["wire"]}
+        late = replace(report, steps=2, predicted={**apart.predicted, **wire})
+        assert ": wire needed less, as messages ended before the next ones began" in late.verdict
+
+    run_ranks(2, body)
 
 
 @pytest.mark.parametrize("name", MODELS)

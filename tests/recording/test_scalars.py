@@ -36,19 +36,22 @@ def test_a_plain_loop_gets_peaks_bytes_waits_and_its_tokens_a_second():
         onefold.shard(model, optimizer, stage=3)
         tokens = torch.arange(12).view(2, 6) + rank
         assert set(onefold.report(model).scalars()) == {"peak_bytes", "sent_bytes"}
+        before = [time.perf_counter()] * 2  # around the last report
         for step in range(4):
-            begun = time.perf_counter()
             model(tokens).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
+            begun = time.perf_counter()
             report = onefold.report(model)
-            numbers, seconds = report.scalars(), time.perf_counter() - begun
+            ended = time.perf_counter()
+            numbers, shortest, longest = report.scalars(), begun - before[1], ended - before[0]
+            before = [begun, ended]
             assert numbers["peak_bytes"] == report.memory_peak > 0
             assert numbers["sent_bytes"] == sum(t.sent_nbytes for t in report.last_step.values())
             if step > 0:
                 assert 0 < numbers["waiting_share"] <= 1
-                assert tokens.numel() / 2 / seconds < numbers["tokens_per_s"]
-                assert numbers["tokens_per_s"] <= 2 * tokens.numel() / seconds
+                assert tokens.numel() / longest < numbers["tokens_per_s"]
+                assert numbers["tokens_per_s"] < tokens.numel() / shortest
 
     run_ranks(3, body)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from weakref import ref
@@ -17,7 +18,7 @@ from onefold.wire import watching
 from onefold.wire.collectives import Group
 from onefold.wire.exchange import Exchange
 from onefold.wire.lanes import PhaseNow
-from onefold.wire.roll_call import PATIENCE_S
+from onefold.wire.roll_call import PATIENCE_S, RollCall
 from onefold.wire.transport import Composed
 from onefold.wire.watching import DeviceWatch
 from onefold.wire.wrapped import Streamed
@@ -34,6 +35,7 @@ class MadeUp:
         self.roll_call: Any = SimpleNamespace(
             verdict=None, table="  rank 1: evaluate.py:7", wait_for=self.waiting.append,
             last_words=lambda: "  rank 1: train.py:3",
+            no_rank_can_go_on=partial(RollCall.no_rank_can_go_on, SimpleNamespace(_rank=0)),
         )  # fmt: skip
         self.phase = PhaseNow("backward")
         self.watch = DeviceWatch(

@@ -72,6 +72,8 @@ def recorded(monkeypatch):
         read_failure=dict,
         last_words=str,
         find_gone=str,
+        read_verdict=str,
+        table="",
     )
     return Group(0, 3, handle, Peers(lanes, roll_call, None, lambda: 60.0)), handle.works
 

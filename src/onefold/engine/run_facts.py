@@ -23,12 +23,14 @@ class Course:
         events: those of a micro-batch; none: each unit is used once, in order.
         most_kept: bytes of unsharded weights that `onefold.generating` kept.
         most_shown: bytes of the buffers of `onefold.unsharded`.
+        shows_grads: gradients had not been cleared then.
     """
 
     accumulates: bool = False
     events: tuple[Noted, ...] = ()
     most_kept: int = 0
     most_shown: int = 0
+    shows_grads: bool = False
     repeats: bool = False
 
 
@@ -59,7 +61,7 @@ class RunFacts:
         description: the choices of the plan, in words.
         notes: exceptions to the plan.
         most_kept: bytes of unsharded weights that `onefold.generating` kept, or more.
-        most_shown: bytes of the buffers of `onefold.unsharded`.
+        most_shown, shows_grads: as in `Course`.
         most_backwards: backwards before one step, outside of `accumulate`.
     """
 
@@ -68,6 +70,7 @@ class RunFacts:
     notes: tuple[str, ...] = ()
     most_kept: int = 0
     most_shown: int = 0
+    shows_grads: bool = False
     most_backwards: int = 0
     _num_backwards: int = 0  # since the last step
     _has_accumulated: bool = False
@@ -81,9 +84,10 @@ class RunFacts:
         """Evaluations keep up to so many bytes of unsharded weights."""
         self.most_kept = max(self.most_kept, nbytes)
 
-    def note_shown(self, nbytes: int) -> None:
+    def note_shown(self, nbytes: int, *, shows_grads: bool) -> None:
         """`onefold.unsharded` shows so many bytes of weights, in buffers of its own."""
         self.most_shown = max(self.most_shown, nbytes)
+        self.shows_grads |= shows_grads
 
     def begin_backward(self, *, is_first: bool) -> None:
         """A backward begins, the `is_first` one since gradients were cleared."""
@@ -104,7 +108,7 @@ class RunFacts:
         """Return the highest prediction: one for all the shares that the run has had."""
         course = Course(
             self._has_accumulated, tuple(events), self.most_kept, self.most_shown,
-            repeats=self.most_backwards > 1,
+            shows_grads=self.shows_grads, repeats=self.most_backwards > 1,
         )  # fmt: skip
         highest: dict[str, int] = {}
         for prediction in self.predictions:

@@ -66,10 +66,16 @@ def _show_all(engine: Engine, shown: dict[UnitParameter, nn.Parameter]) -> list[
     """Gather all units, and keep what is `shown`; a collective."""
     for unit in engine.units:
         unit.reshard(release=False)
+        unit.join_step()
+        unit.gradient.drop_cleared()
     engine.note_structure()  # an adapter may have been deleted since the last forward
     buffers = [_show_unsharded(unit, shown) for unit in engine.units]
     engine.context.routes.rest()
-    engine.facts.note_shown(sum(buffer.tensor.nbytes for buffer in buffers))
+    with torch._C.DisableTorchFunctionSubclass():
+        shows_grads = any(p.sharded.grad is not None for p in engine.by_sharded.values())
+    engine.facts.note_shown(
+        sum(buffer.tensor.nbytes for buffer in buffers), shows_grads=shows_grads
+    )
     return buffers
 
 

@@ -121,6 +121,7 @@ class ByteHands:
         self._partial: list[dict[int, int]] = [{} for _ in units]
         self._sums: set[int] = set()
         self._reduced: set[int] = set()
+        self._resting_grads = frozenset[int]()
         # by ranks and link, of gathers and of the three hops of a reduction
         self._spares = defaultdict[tuple[int, str], SpareBuffers[None]](
             lambda: SpareBuffers[None](lambda nbytes: counter.add("wire", nbytes))
@@ -148,6 +149,7 @@ class ByteHands:
                 add("unsharded", unit.unsharded)
             if policy.keeps_gradients and not is_away:
                 self._make_grad(index)
+        self._resting_grads = frozenset(self._reduced)
         if "disk" in (offload.parameters, offload.optimizer):
             add("staging", self._staging(), "cpu")
         is_requested = offload.step == "device" or recipe.device_type != "cpu"
@@ -228,9 +230,11 @@ class ByteHands:
         counter.add("staging", widened if any(unit.master for unit in self._units) else 0)
         counter.see()
 
-    def show(self, nbytes: int) -> None:
+    def show(self, nbytes: int, shows_grads: bool) -> None:
         """The user looks at unsharded parameters, in buffers of `nbytes` of their own."""
         self._counter.enter("unsharded", "")
+        for index in () if shows_grads else self._reduced - self._resting_grads:
+            self._step(index)  # it was cleared
         self._counter.add("unsharded", nbytes)
         for index, unit in enumerate(self._units):
             self.take(index, "gather", unit.messages.gather.buffers)

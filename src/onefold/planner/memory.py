@@ -120,12 +120,14 @@ class Forecast:
 
 def forecast(
     trace: Trace, recipe: Recipe, *, accumulate: int = 1, has_timeline: bool = False,
-    window: frozenset[int] | None = None, rank: int | None = None, shown: int = 0,
+    window: frozenset[int] | None = None, rank: int | None = None,
+    shown: tuple[int, bool] = (0, False),
 ) -> Forecast:  # fmt: skip
     """Play one step of `accumulate` micro-batches, each as in `trace`.
 
     `window`: the units that a pipeline's schedule keeps. `rank`: whose share of the states is
-    played; None: the largest. `shown`: bytes of `onefold.unsharded` after the step.
+    played; None: the largest. `shown`: bytes of `onefold.unsharded` after the step, and if
+    gradients are kept until then.
     """
     units = [planned_unit(unit, recipe, rank) for unit in trace.units]
     facts = facts_of(units, recipe)
@@ -142,8 +144,8 @@ def forecast(
         counter.enter("forward", "")
         replay.micro_batch(hands, is_last=micro + 1 == accumulate)
     hands.step()
-    if shown:
-        hands.show(shown)
+    if shown[0]:
+        hands.show(*shown)
     return Forecast(
         recipe, counter.peak, counter.peaks, counter.most, resting, tuple(counter.timeline),
         {name: nbytes for name, nbytes in hands.sent.items() if nbytes},
@@ -245,7 +247,11 @@ class Expectation:
         is_summed = course.repeats and recipe.world_size == 1  # onto gradients that rest there
         accumulates = course.accumulates or is_summed
         step = forecast(
-            trace, recipe, accumulate=1 + accumulates, rank=rank, shown=course.most_shown
+            trace,
+            recipe,
+            accumulate=1 + accumulates,
+            rank=rank,
+            shown=(course.most_shown, course.shows_grads),
         )
         kinds = _without_disk(step.most)
         kinds["all"] = step.peaks["device"] + step.peaks.get("cpu", 0)

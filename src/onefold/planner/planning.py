@@ -69,8 +69,8 @@ def plan(  # noqa: PLR0913 - the contract
             "h100-80"}, and the other fields of `planner/clusters.py`. Several kinds of devices: a
             list, or a text as in "8xh100-80 + 16xa100-40". Then rows are split by speed and states
             by memory: `Plan.mixed` compares them with an equal split.
-        batch: rows of one micro-batch on one rank, or "auto": the largest power of two that fits.
-            On several kinds of devices: the mean over all ranks.
+        batch: rows of one micro-batch on one rank, or "auto": as many as fit. On several
+            kinds of devices: the mean over all ranks.
         stage, offload: one of them, or "auto" for all. offload: None, "optimizer", "cpu", "disk".
         wire: None (exact, one axis), a preset's name or a `Wire`. "auto": on several nodes the
             exact preset that is fastest, or sends least between them; `Plan.wires` compares all
@@ -193,7 +193,7 @@ def _confirmed(rows: tuple[Row, ...], search: Search, traced: Tracing) -> tuple[
         row = exact.row(best.stage, best.offload, best.rows)
         if row.fits:
             return tuple(row if other is best else other for other in rows)
-        fewer = search.row(best.stage, best.offload, best.rows // 2)
+        fewer = search.row(best.stage, best.offload, best.rows - max(1, best.rows // 16))
         rows = tuple(fewer if other is best else other for other in rows)
     return rows
 

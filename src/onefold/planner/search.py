@@ -270,16 +270,16 @@ class Search:
         return self.one_row if self.two_rows is None else self.one_row.at_rows(self.two_rows, rows)
 
     def largest(self, stage: int, offload: str) -> Row:
-        """Try as many rows as fit, in powers of two, on every wire: some leave room for more."""
+        """Try as many rows as fit, on every wire: some leave room for more."""
         rows = self.over(self.wires, stage, offload, 1)
         return preferred([self._grown(row) for row in rows])
 
     def _grown(self, best: Row) -> Row:
-        while best.fits and self.two_rows is not None and best.rows < MAX_ROWS:
-            (more,) = self.over((best.wire,), best.stage, best.offload, 2 * best.rows)
-            if not more.fits:
-                break
-            best = more
+        least, most = best.rows, None
+        while best.fits and self.two_rows is not None and least < MAX_ROWS and most != least + 1:
+            rows = 2 * least if most is None else (least + most) // 2
+            (more,) = self.over((best.wire,), best.stage, best.offload, rows)
+            least, most, best = (rows, most, more) if more.fits else (least, rows, best)
         return best
 
 

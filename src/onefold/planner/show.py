@@ -44,7 +44,10 @@ def short_table(rows: Sequence[Row], best: Row | None) -> list[str]:
         cells += [str(row.rows)] * has_rows
         cells += [f"{in_unit(row.needs['device'], unit)} {name}", _fits(row)]
         cells += [format_seconds(row.step.seconds)] if row.step else []
-        lines.append([*cells, _why(row, best)])
+        why = _why(row, best)
+        if has_rows:  # four digits of rows leave less room
+            why = why.removeprefix("needs ").replace("bound by", "by")
+        lines.append([*cells, why])
     numbers = ">" * (has_rows + 2 + has_times)
     return columns(lines, f">{'<' * has_offload}{numbers}<")
 

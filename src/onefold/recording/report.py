@@ -16,8 +16,12 @@ if TYPE_CHECKING:  # `onefold report` writes a page without torch
 TOLERANCE = 0.05
 """A report names the peaks that differ from the prediction by more than this share."""
 
-UPPER_BOUNDS = ("staging", "partial_grad", "wire")
-"""Kinds that a plan predicts as an upper bound: fast links and threads need less."""
+UPPER_BOUNDS = {
+    "staging": "blocks of the step were free again sooner",
+    "partial_grad": "gradients were reduced before the next ones came",
+    "wire": "messages ended before the next ones began",
+}
+"""Kinds that a plan predicts as an upper bound, and why a run needs less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +127,16 @@ class Report:
         if not off:
             wanted, got = self.predicted["all"], self.memory_peak
             peak = format_bytes(wanted)
-            if got >= (1 - TOLERANCE) * wanted:
+            if wanted <= (1 + TOLERANCE) * got:
                 return f"predicted {peak} at the peak: within 5 %, each kind too"
             surplus = {k: self.predicted.get(k, 0) - self._peak(k) for k in UPPER_BOUNDS}
             kind = max(surplus, key=surplus.__getitem__)
-            return f"predicted at most {peak}, held {format_bytes(got)}: {kind} needed less"
+            why = f"{kind} needed less, as {UPPER_BOUNDS[kind]}"
+            if surplus[kind] <= 0:
+                why = "kinds peaked at different moments, as messages ended early"
+            if self.steps == 1 and self.nbytes("optimizer"):
+                why = "the first backward runs without optimizer states"
+            return f"predicted at most {peak}, held {format_bytes(got)}: {why}"
         pairs = {kind: tuple(map(format_bytes, pair)) for kind, pair in off.items()}
         kinds = ", ".join(f"{kind} {wanted} but {got}" for kind, (wanted, got) in pairs.items())
         return f"predicted peaks are more than 5 % off: {kinds}"

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from onefold.errors import OnefoldError, WireError, expected
 from onefold.wire.lanes import AGREEMENT, ALL_GATHER, Lane, Lanes
-from onefold.wire.roll_call import PATIENCE_S, RollCall, Waiting, no_rank_can_go_on
+from onefold.wire.roll_call import PATIENCE_S, RollCall, Waiting
 from onefold.wire.ticket import Ticket, Waitable
 
 _PATIENCE = timedelta(seconds=PATIENCE_S)
@@ -62,7 +62,8 @@ class Peers:
             line = bytearray(place.encode()[:_PLACE_NBYTES].ljust(_PLACE_NBYTES))
             text = torch.frombuffer(line, dtype=torch.uint8)
             places = [bytes(row).decode(errors="ignore") for row in self._exchange(text, label)]
-            self._failure = WireError(no_rank_can_go_on("\n".join(map(str.rstrip, places))))
+            table = "\n".join(map(str.rstrip, places))
+            self._failure = WireError(self.roll_call.no_rank_can_go_on(table))
             raise self._failure
 
     def _exchange(self, own: torch.Tensor, label: str) -> list[Any]:
@@ -100,7 +101,9 @@ class Peers:
         roll_call = self.roll_call
         if failure := roll_call.read_failure():
             return failure.error()
-        gone, words = roll_call.find_gone(), roll_call.last_words()
+        if verdict := roll_call.read_verdict():
+            return WireError(roll_call.no_rank_can_go_on(verdict))
+        gone, words = roll_call.find_gone(), roll_call.table
         before = f"; before that, ranks were here:\n{words}" if words else ""
         hint = "look for the first error of that rank; else it was killed, perhaps for its memory, "
         hint += "left the training loop early, or called other collectives"
@@ -114,7 +117,7 @@ class Peers:
         if waited_s >= PATIENCE_S:
             roll_call.wait_for(message.waiting)
         if roll_call.verdict is not None:
-            return WireError(no_rank_can_go_on(roll_call.verdict))
+            return WireError(roll_call.no_rank_can_go_on(roll_call.verdict))
         if roll_call.gone is not None:
             return self.broken(f"{message.label} to complete", RuntimeError(roll_call.gone))
         if waited_s > self._time_limit():

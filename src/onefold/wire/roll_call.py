@@ -194,7 +194,7 @@ class RollCall:
 
     def last_words(self) -> str:
         """The list that another rank may have left before it ended."""
-        return self._read_verdict() or self.table
+        return self.read_verdict() or self.table
 
     def _stop(self, thread: threading.Thread) -> None:
         error = _last_error()
@@ -228,10 +228,10 @@ class RollCall:
             answer = asdict(self._answer(is_stuck))
             self._store.set(f"at/{self._rank}", json.dumps([self._turns, answer]))
         if is_stuck and self.verdict is None:
-            verdict = self._read_verdict() or self._listen()
+            verdict = self.read_verdict() or self._listen()
             if verdict is not None:
                 if self._waiting is None:  # this rank is inside torch, where nothing can be raised
-                    os.write(2, f"onefold: {no_rank_can_go_on(verdict)}\n".encode())
+                    os.write(2, f"onefold: {self.no_rank_can_go_on(verdict)}\n".encode())
                 self._wait_until_all_know()
                 self.verdict = verdict
 
@@ -258,7 +258,7 @@ class RollCall:
             if self._store.add("know", 0) >= self._world_size or self._quit.wait(PATIENCE_S / 10):
                 return
 
-    def _read_verdict(self) -> str | None:
+    def read_verdict(self) -> str | None:
         """The verdict of any rank; None if there is none, or no store any more."""
         try:
             return self._store.get("verdict").decode() if self._has("verdict") else None
@@ -286,6 +286,27 @@ class RollCall:
         what = "a collective of torch" if is_theirs else "no collective"
         return Answer(f"{what}{place_in(frame)}", stuck and is_theirs, None, 0, issued)
 
+    def no_rank_can_go_on(self, table: str) -> str:
+        """The message for ranks that wait for one another; the one that differs has the list."""
+        ranks: dict[str, list[str]] = {}
+        for line in table.splitlines():
+            name, _, place = line.strip().removeprefix("rank ").partition(": ")
+            ranks.setdefault(place, []).append(name)
+        place, (odd, *_) = min(ranks.items(), key=lambda item: len(item[1]))
+        if odd != str(self._rank):
+            got, hint = f"rank {odd} elsewhere: {place}", f"the error of rank {odd} lists all ranks"
+            return expected("all ranks in the same collective", got, hint=hint)
+        lines = "\n".join(
+            f"  rank{'s' * (len(names) > 1)} {', '.join(names)}: {where}"
+            for where, names in ranks.items()
+        )
+        hint = "every rank makes the same calls in the same order: take collectives out of "
+        return expected(
+            "all ranks in the same collective",
+            f"ranks that wait for one another:\n{lines}",
+            hint=f"{hint}`if rank == 0:`, and run the same number of steps on every rank",
+        )
+
     def place_of(self, waiting: Waiting) -> str:
         """This rank's line of a list that says where all ranks are."""
         return f"  rank {self._rank}: {self._place(waiting)}"
@@ -307,16 +328,6 @@ def _why_it_ends() -> str:
 def _last_error() -> BaseException | None:
     """The error that the interpreter has printed, once the script is over."""
     return None if threading.main_thread().is_alive() else getattr(sys, "last_value", None)
-
-
-def no_rank_can_go_on(table: str) -> str:
-    """The message for ranks that wait for one another."""
-    return expected(
-        "all ranks in the same collective",
-        f"ranks that wait for one another:\n{table}",
-        hint="every rank makes the same calls in the same order: take collectives out of "
-        "`if rank == 0:`, and run the same number of steps on every rank",
-    )
 
 
 def _text(answer: Answer | None) -> str:

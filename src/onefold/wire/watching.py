@@ -24,7 +24,7 @@ import torch.distributed as dist
 from onefold.errors import OnefoldError, WireError
 from onefold.tier import accelerator
 from onefold.wire.lanes import Lane, PhaseNow
-from onefold.wire.roll_call import PATIENCE_S, POLL_S, RollCall, Waiting, no_rank_can_go_on
+from onefold.wire.roll_call import PATIENCE_S, POLL_S, RollCall, Waiting
 
 
 class Mark(Protocol):
@@ -135,7 +135,7 @@ class DeviceWatch:
             roll_call.wait_for(Waiting(message.label, *place))
             self._has_told = True
         if roll_call.verdict is not None:
-            return WireError(no_rank_can_go_on(roll_call.verdict))
+            return WireError(roll_call.no_rank_can_go_on(roll_call.verdict))
         if error := self._backend.error():
             hint = "look for the first error of the other ranks, and for NCCL_DEBUG=WARN"
             got = f"{error} of the backend; before that, ranks were here:\n{roll_call.last_words()}"

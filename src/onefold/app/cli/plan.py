@@ -72,7 +72,7 @@ def add_to(commands: SubParsers) -> None:
         "checked)")
     add("--seq", type=positive, default=1024, help="tokens of a row")
     add("--batch", type=or_auto(positive), default=1, help="rows of one rank in a micro-batch; "
-        "auto: the largest power of two that fits")
+        "auto: as many as fit")
     add("--accumulate", type=positive, default=1, help="micro-batches of a step")
     add("--precision", help="fp32, bf16 or fp16 (default: the parameters' own)")
     add("--stage", type=word_or_number, default="auto", help="0 to 3, or all of them")
