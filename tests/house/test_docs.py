@@ -233,11 +233,12 @@ def test_a_page_shows_what_the_planner_prints(page, number, capsys):
 def test_the_readme_links_to_files_that_exist():
     text = (ROOT / "README.md").read_text()
     linked = re.findall(r"\]\(([^)#]+)", text) + re.findall(r'(?:src|srcset)="([^"]+)"', text)
+    linked = [link for link in linked if not link.startswith("https://")]
     assert len(linked) > 15
     assert [link for link in linked if not (ROOT / link).exists()] == []
 
 
-@pytest.mark.parametrize("tool", ["memory_figure.py", "badges.py", "cli_page.py"])
+@pytest.mark.parametrize("tool", ["memory_figure.py", "cli_page.py"])
 def test_generated_parts_are_what_their_scripts_write(tool, monkeypatch):
     monkeypatch.syspath_prepend(TOOLS)
     assert runpy.run_path(str(TOOLS / tool))["main"](["--check"]) == 0

@@ -53,6 +53,17 @@ def test_the_page_of_the_index_has_no_relative_link(base):
     )
 
 
+def test_the_badges_say_what_the_metadata_says():
+    """As the badge service writes them: two dashes for one."""
+    badges = (ROOT / "README.md").read_text().splitlines()[2]
+    torch = next(each for each in PROJECT["dependencies"] if each.startswith("torch"))
+    oldest, above = re.findall(r"2\.(\d+)", torch)
+    python, licence = PROJECT["requires-python"].removeprefix(">="), PROJECT["license"]
+    assert f"badge/python-{python}+-" in badges
+    assert f"badge/torch-2.{oldest}--2.{int(above) - 1}-" in badges
+    assert f"badge/license-{licence.replace('-', '--')}-" in badges
+
+
 def test_a_link_around_an_image_is_absolute_in_both():
     page = TOOL["index_page"]("[![ci](a.svg)](b.md) `x[0](y)`", "https://host/{}")
     assert page.startswith("[![ci](https://host/raw/a.svg)](https://host/blob/b.md)")
