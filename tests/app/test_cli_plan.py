@@ -27,7 +27,13 @@ def test_a_plan_is_a_table_a_verdict_a_command_and_a_line():
     assert "stage 0 fits with" in done.stdout
     assert "  onefold train --model tiny --stage 1 --batch 1 --seq 64 --ranks 4" in lines
     assert "  onefold.shard(model, optimizer, stage=1)" in lines
-    assert "tokens/s per device" in done.stdout  # the scaling curve
+    assert "more devices:" not in done.stdout, "the answer stays on a small screen"
+
+
+def test_a_wide_plan_ends_with_the_speed_on_more_devices():
+    done = onefold("plan", *GIVEN, "--mem", "2GiB", "--cluster", "h100-80", "--wide")
+    assert "the same rows a rank on more devices:" in done.stdout
+    assert "tokens/s per device" in done.stdout
 
 
 def test_a_published_model_and_a_gpu_are_all_that_a_plan_needs():

@@ -229,7 +229,7 @@ class Plan:
             yield from memory_table(self.rows)
             yield from traffic_table(self.rows)
         else:
-            yield "--wide: memory by kind, bytes sent, tokens/s"
+            yield "--wide: memory by kind, bytes sent, tokens/s, more devices"
         yield ""
         measured = self.calibration.lines() if self.calibration else []
         for line in [*self.explain(), *measured]:

@@ -95,7 +95,8 @@ def add_to(commands: SubParsers) -> None:
     add("--rest", type=packing, metavar="int8|int4", help="with --inference: quantize the "
         "stored matrices")
     add("--context", type=positive, default=2048, help="with --inference: tokens of a sequence")
-    add("--wide", action="store_true", help="print memory by kind, bytes sent and tokens/s as well")
+    add("--wide", action="store_true", help="print memory by kind, bytes sent, "
+        "tokens/s and the speed on more devices as well")
     # fmt: on
 
 
@@ -130,7 +131,7 @@ def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
         **{name: flags[name] for name in same},
     )
     has_curve = arguments.cluster and not result.search.axes.are_used and result.mixed is None
-    curve = _curve(result) if has_curve else []
+    curve = _curve(result) if has_curve and (arguments.wide or arguments.json) else []
     facts = {**result.as_dict(), "scaling": curve} if arguments.json else {}
     lines = (*result.lines(is_wide=arguments.wide), *_curve_lines(curve))
     print_result(arguments, facts, lines)
