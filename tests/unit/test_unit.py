@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 import onefold
 from onefold.errors import WireError
 from onefold.layout.ledger import Kind
+from onefold.unit import context as context_module
 from tests.support.ranks import run_ranks, seeded
 
 WORLDS = pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -248,3 +250,32 @@ def test_a_gradient_that_a_user_keeps_is_not_overwritten(stage, kept):
         assert (held == 0) == (stage == 3)
 
     run_ranks(2, body)
+
+
+def test_tags_of_many_messages_and_of_groups_of_any_size_are_all_compared(monkeypatch):
+    """A board that is full is checked, and one of more ranks takes its place: no tag is lost."""
+    board = context_module.TagBoard()
+    monkeypatch.setattr(context_module, "BOARD_NOTES", 4)
+    mixed = []
+    group = SimpleNamespace(watch=None)
+    context: Any = SimpleNamespace(
+        transport=SimpleNamespace(group=group),
+        named=lambda rank: f"rank {rank}",
+        mixed=lambda *words: mixed.append(words) or WireError(str(words)),
+    )
+    for ranks in (2, 5, 3, 5):
+        for number in range(7):
+            tags = torch.full((ranks,), 9.0, dtype=torch.bfloat16)
+            board.note(context, "gather", f"unit {number}", tags, 9)
+    board.check(waits=True)
+    assert mixed == []
+    for at in (0, 3, 6):
+        for number in range(7):
+            tags = torch.full((3,), 9.0)
+            tags[1] = 8.0 if number == at else 9.0
+            board.note(context, "gather", f"unit {number}", tags, 9)
+            if number == 6:
+                with pytest.raises(WireError):
+                    board.check(waits=True)
+        assert mixed.pop() == ("gather", f"unit {at}", "rank 1")
+        board = context_module.TagBoard()

@@ -137,10 +137,12 @@ class TagBoard:
 
     def note(self, context: Context, collective: str, unit: str, tags: Tensor, tag: int) -> None:
         """Keep `tags` [ranks of a context], all of which have to be `tag`, on the device."""
-        if self._board is None:
+        room = BOARD_NOTES * len(tags)
+        if self._board is None or len(self._board) < room:  # a context of more ranks
+            self.check()
             with torch.inference_mode(False):  # it is written to outside of that mode, too
-                self._board = torch.empty(BOARD_NOTES * len(tags), device=tags.device)
-        if self._num_noted + len(tags) > len(self._board):  # a loop without an optimizer
+                self._board, self._places = torch.empty(room, device=tags.device), {}
+        elif self._num_noted + len(tags) > len(self._board):  # a loop without an optimizer
             self.check()
         key = self._num_noted, len(tags)
         place = self._places.get(key)
