@@ -173,7 +173,7 @@ def train(way: Way, choices: dict[str, Any] | None, *, is_reversed: bool = False
     if choices is not None:
         is_around = wrapped_by(optimizer) is not None
         onefold.shard(module, None if is_around else optimizer, **choices)
-        optimizer = seeded(make, module) if is_around else optimizer
+        optimizer = make(module) if is_around else optimizer  # it may gather: no lock
         act = {name: getattr(optimizer, name, None) for name in act}
     if callable(act["train"]):
         act["train"]()
