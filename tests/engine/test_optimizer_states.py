@@ -370,3 +370,48 @@ def test_loaded_moments_of_a_narrow_number_are_as_wide_as_those_of_rows(
             assert {state["exp_avg"].dtype, state["exp_avg_sq"].dtype} == {torch.float32}
 
     run_ranks(world_size, body)
+
+
+class Recounting(torch.optim.Optimizer):
+    """Elementwise: every step replaces its states, a number and a mean, as torch's own never do."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                state["mean"] = 0.9 * state.get("mean", torch.zeros_like(p)) + p.grad
+                state["count"] = state.get("count", 0) + 1
+                p.add_(state["mean"], alpha=-group["lr"] / state["count"])
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(0, None), (1, "optimizer"), (3, None), (3, "cpu")])
+def test_values_that_a_step_replaces_are_shown_and_saved(tmp_path, stage, offload):
+    def trained(count):
+        module = seeded(build)
+        optimizer = Recounting(module.parameters())
+        onefold.shard(module, optimizer, stage=stage, offload=offload)
+        for seed in range(count):
+            steps(module, optimizer, 1, seed)
+        return module, optimizer
+
+    def body(rank):
+        module, optimizer = trained(3)
+        shown = optimizer.state_dict()["state"]
+        assert {state["count"] for state in shown.values()} == {3}
+        onefold.save(tmp_path / "three", module, optimizer)
+        other, its_optimizer = trained(0)
+        onefold.load(tmp_path / "three", other, its_optimizer)
+        for each in ((module, optimizer), (other, its_optimizer)):
+            for seed in (3, 4):
+                steps(*each, 1, seed)
+            assert {state["count"] for state in each[1].state.values()} == {5}
+        return weights_of(module), weights_of(other), weights_of(trained(5)[0])
+
+    for resumed_weights, own, wanted in run_ranks(2, body):
+        for a, b, c in zip(resumed_weights, own, wanted, strict=True):
+            assert torch.equal(a, c)
+            assert torch.equal(b, c)

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
-from weakref import ref
+from weakref import WeakMethod, ref
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -144,11 +144,11 @@ def _another_ranks(parameter: UnitParameter, got: str) -> StateError:
 
 
 def stepped_state(
-    state: Mapping[Tensor, State], engines: Sequence[Engine]
+    state: Mapping[Tensor, State], engines: Sequence[Engine], refresh: Callable[[], None]
 ) -> defaultdict[Tensor, State]:
     """Return the state as users read it; readers wait where steps run in the background."""
     if any(unit.steps_in_blocks for engine in engines for unit in engine.units):
-        return WaitingState(state, engines)
+        return WaitingState(state, engines, refresh)
     return defaultdict(dict, state)
 
 
@@ -158,16 +158,28 @@ def common_state(state: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 class WaitingState(defaultdict[Tensor, State]):
-    """An optimizer's state; every way to read it waits for the steps that run."""
+    """An optimizer's state; every way to read it waits for the steps that run.
 
-    def __init__(self, state: Mapping[Tensor, State], engines: Sequence[Engine]) -> None:
+    `refresh`, a method, then puts the numbers of these steps in the state.
+    """
+
+    def __init__(
+        self,
+        state: Mapping[Tensor, State],
+        engines: Sequence[Engine],
+        refresh: Callable[[], None],
+    ) -> None:
         super().__init__(dict, state)
         self._engines = [ref(engine) for engine in engines]
+        self._refresh = WeakMethod(refresh)
 
     def _wait(self) -> None:
         for engine in filter(None, (alive() for alive in self._engines)):
             for unit in engine.units:
                 unit.wait_step()
+        refresh = self._refresh()
+        if refresh is not None:
+            refresh()
 
     def __iter__(self) -> Iterator[Tensor]:
         self._wait()  # so that a copy, dict(state), waits too
