@@ -415,3 +415,44 @@ def test_values_that_a_step_replaces_are_shown_and_saved(tmp_path, stage, offloa
         for a, b, c in zip(resumed_weights, own, wanted, strict=True):
             assert torch.equal(a, c)
             assert torch.equal(b, c)
+
+
+ADAFACTOR = partial(torch.optim.Adafactor, lr=1e-2)
+
+
+def test_adafactor_loads_its_own_state_on_ranks_that_keep_no_matrix():
+    def body(rank):
+        module, optimizer = ready(ADAFACTOR, 2)
+        steps(module, optimizer)
+        optimizer.load_state_dict(optimizer.state_dict())
+        steps(module, optimizer)
+        undisturbed, its_optimizer = ready(ADAFACTOR, 2)
+        steps(undisturbed, its_optimizer)
+        steps(undisturbed, its_optimizer)
+        return weights_of(module), weights_of(undisturbed)
+
+    for own, wanted in run_ranks(3, body):
+        assert all(map(torch.equal, own, wanted))
+
+
+@pytest.mark.parametrize(("first", "then"), [("float64", "float32"), ("float32", "float64")])
+def test_whole_matrix_states_load_into_a_step_of_another_dtype(tmp_path, first, then):
+    def sharded(master):
+        module = seeded(build)
+        optimizer = ADAFACTOR(module.parameters())
+        precision = onefold.Precision(master=getattr(torch, master))
+        return onefold.shard(module, optimizer, stage=2, precision=precision), optimizer
+
+    def body(rank):
+        module, optimizer = sharded(first)
+        steps(module, optimizer)
+        onefold.save(tmp_path / "first", module, optimizer)
+        other, its_optimizer = sharded(then)
+        onefold.load(tmp_path / "first", other, its_optimizer)
+        for each in ((module, optimizer), (other, its_optimizer)):
+            steps(*each)
+        return weights_of(module), weights_of(other)
+
+    for own, loaded in run_ranks(2, body):
+        for a, b in zip(own, loaded, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)

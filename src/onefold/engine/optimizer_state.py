@@ -17,6 +17,7 @@ from functools import cache
 from typing import Any
 from weakref import WeakMethod, ref
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -32,8 +33,12 @@ KEPT_BY, OF_RANKS = "onefold_kept_by", "onefold_of_ranks"
 
 
 def name_keeper(parameter: UnitParameter, rank: int) -> dict[str, Any]:
-    """Return what stands for the state of a parameter whose state `rank` keeps."""
-    return {KEPT_BY: _Keeper(rank), OF_RANKS: parameter.unit.context.rest_world}
+    """Return what stands for the state of a parameter whose state `rank` keeps.
+
+    Adafactor looks for a step count in each state that it loads.
+    """
+    ranks = parameter.unit.context.rest_world
+    return {KEPT_BY: _Keeper(rank), OF_RANKS: ranks, "step": torch.zeros(())}
 
 
 class _Keeper(int):
@@ -75,7 +80,7 @@ def own_state(parameter: UnitParameter, state: Mapping[str, Any]) -> dict[str, A
             where = ", ".join(map(str, place))
             got = f"{name!r} with the rows of rank {where} of {ranks} ranks"
             raise _another_ranks(parameter, got)
-    return {name: value for name, value in state.items() if name not in (KEPT_BY, OF_RANKS)}
+    return {} if keeper is not None else dict(state)
 
 
 class OwnStates:

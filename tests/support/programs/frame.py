@@ -242,7 +242,10 @@ class Process:
         )
 
     def step(self, zero: bool | None = True) -> None:
-        """Step, and clear gradients: to None, to zeros (False), or not at all (None)."""
+        """Step, and clear gradients: to None, to zeros (False), or not at all (None).
+
+        Steps in backward clear them at once.
+        """
         for optimizer in self.optimizers:
             optimizer.step()
         for schedule in self.schedules:
@@ -252,6 +255,7 @@ class Process:
             self._update_average()
 
     def clear(self, zero: bool | None = True) -> None:
+        zero = zero if self.keeps_gradients else True
         for optimizer in self.optimizers:
             if zero is not None:
                 optimizer.zero_grad(set_to_none=zero)

@@ -183,7 +183,7 @@ def has_own_bits(leg: DrawnLeg) -> bool:
 
 
 SUMS = ("micros", "retained", "twice", "jointly", "zero=None", "clip", "layers", "assigned",
-        "input_gradient", "skip_step")  # fmt: skip
+        "input_gradient", "skip_step", "read_numbers")  # fmt: skip
 
 
 def other_options(leg: DrawnLeg) -> tuple[tuple[str, str], ...]:
