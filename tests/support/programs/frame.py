@@ -177,9 +177,16 @@ class Process:
         if self.program.decay is not None:
             self.average = onefold.ema(self.model, self.program.decay)
         if self.leg:
-            extra = onefold.load(self.checkpoint(self.leg - 1), self.model, self.optimizers)
+            extra = self.load(self.checkpoint(self.leg - 1))
             for schedule, state in zip(self.schedules, extra["schedules"], strict=True):
                 schedule.load_state_dict(state)
+
+    def load(self, folder: str) -> Any:
+        """Load a checkpoint, on all ranks: threads share the generator that each sets again."""
+        extra = onefold.load(folder, self.model, self.optimizers)
+        if dist.is_initialized():
+            dist.barrier()
+        return extra
 
     def _in_folder(self, options: dict[str, Any]) -> dict[str, Any]:
         offload = options.get("offload")

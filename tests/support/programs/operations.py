@@ -367,7 +367,7 @@ def save_and_return(p: Process) -> None:
     if not p.is_plain:
         for optimizer in p.optimizers:
             optimizer.step()
-        onefold.load(f"{p.folder}/back{p.noted}", p.model, p.optimizers)
+        p.load(f"{p.folder}/back{p.noted}")
     p.model.zero_grad()
 
 
