@@ -277,7 +277,7 @@ class Buffered(nn.Module):
         self.register_buffer("count", torch.tensor(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x * self.scale + self.shift.to(x.dtype)) / self.count
+        return self.inner(x * self.scale.to(x.dtype) + self.shift.to(x.dtype)) / self.count
 
 
 class Experts(nn.Module):

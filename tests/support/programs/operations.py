@@ -239,9 +239,9 @@ def take_gradients(p: Process) -> None:
     """`torch.autograd.grad` of a rank's own loss, averaged by the user."""
     trained = [q for q in p.parameters if q.requires_grad]
     grads = torch.autograd.grad(p.loss(p.batch()), trained, allow_unused=True)
-    for grad in grads:
-        if grad is not None and grad.is_floating_point():
-            p.note_mean("taken", grad)
+    for q, grad in zip(trained, grads, strict=True):
+        if q.is_floating_point():  # another rank may have used it
+            p.note_mean("taken", torch.zeros(q.shape, dtype=q.dtype) if grad is None else grad)
 
 
 def fail_in_forward(p: Process) -> None:
