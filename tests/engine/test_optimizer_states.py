@@ -435,6 +435,23 @@ def test_adafactor_loads_its_own_state_on_ranks_that_keep_no_matrix():
         assert all(map(torch.equal, own, wanted))
 
 
+@pytest.mark.parametrize("make", [MUON, ADAFACTOR])
+def test_a_checkpoint_after_own_states_were_loaded_holds_them_alone(tmp_path, make):
+    def body(rank):
+        module, optimizer = ready(make, 2)
+        steps(module, optimizer)
+        optimizer.load_state_dict(optimizer.state_dict())
+        onefold.save(tmp_path / "run", module, optimizer)
+        other, its_optimizer = ready(make, 2)
+        onefold.load(tmp_path / "run", other, its_optimizer)
+        for each in ((module, optimizer), (other, its_optimizer)):
+            steps(*each)
+        return weights_of(module), weights_of(other)
+
+    for own, loaded in run_ranks(2, body):
+        assert all(map(torch.equal, own, loaded))
+
+
 @pytest.mark.parametrize(("first", "then"), [("float64", "float32"), ("float32", "float64")])
 def test_whole_matrix_states_load_into_a_step_of_another_dtype(tmp_path, first, then):
     def sharded(master):

@@ -98,6 +98,7 @@ class OwnStates:
         """Watch what is saved and loaded from now on."""
         optimizer.register_state_dict_post_hook(self._name_keepers)
         optimizer.register_load_state_dict_pre_hook(self._check_loaded)
+        optimizer.register_load_state_dict_post_hook(_drop_keepers)
 
     def _name_keepers(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Note, in place of a state that another rank keeps, which rank that is.
@@ -126,6 +127,12 @@ class OwnStates:
                 parameter = self._find(tensor)
                 if parameter is not None:
                     yield number, parameter
+
+
+def _drop_keepers(optimizer: Optimizer) -> None:
+    """Keep no names of keepers in the state that was loaded: a checkpoint would hold them."""
+    for tensor in [tensor for tensor, own in optimizer.state.items() if KEPT_BY in own]:
+        del optimizer.state[tensor]
 
 
 def _given_out(value: Any) -> Any:
