@@ -129,7 +129,8 @@ class Process:
         for operation in self.program.legs[leg].operations:
             operation(self)
         # a stream may keep weights whole, a Trainer may build the module anew
-        changes = {"stream", "trainer"} & self.program.legs[leg].options.keys()
+        changes = {"trainer"} if self.is_plain else {"stream", "trainer"}
+        changes &= self.program.legs[leg].options.keys()
         now = parameters if changes else self.parameters
         if any(a is not b for a, b in zip(parameters, now, strict=True)):
             raise RuntimeError("a parameter was replaced")  # as torch does for a tied module
