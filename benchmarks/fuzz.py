@@ -1,16 +1,19 @@
 """Fuzz the readers of checkpoints and weight files: any bytes are accepted or a `CheckpointError`.
 
-    python benchmarks/fuzz.py --seconds 60 --seed 1            a mutator of our own, on every reader
-    python benchmarks/fuzz.py --atheris object -runs=1000000   libFuzzer, where atheris is installed
+    python benchmarks/fuzz.py --inputs 1000 --seed 1             a mutator of our own
+    python benchmarks/fuzz.py --inputs 1000 --atheris --only object   libFuzzer, guided by coverage
 
 Every input has 5 seconds and 8 GiB of addresses. An input that ends otherwise is written to
 `--keep` and printed. Readers: metadata, manifest, object, tensor, safetensors; and `onefold.load`
-of a checkpoint whose metadata or data changed, with checksums that are right.
+of a checkpoint whose metadata or data changed, with checksums that are right. Each reader gets
+`--inputs`, in a process of its own, so a crash is counted too. `--record` adds a run for each
+reader to a file in `results`.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import resource
 import shutil
@@ -19,16 +22,17 @@ import sys
 import time
 import warnings
 import zlib
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
+from mmap import mmap
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FunctionType
 from typing import Any
 
 import torch
+from contest.results import append_run
 
 import onefold
 from onefold.checkpoint import archives, directory, metadata, safetensors, unpickling
@@ -157,6 +161,43 @@ def mutated(good: bytes, draw: random.Random) -> bytes:
     return bytes(data)
 
 
+class Tally:
+    """Counts how inputs ended, in memory that the parent of a process can read."""
+
+    ENDS = ("accepted", "refused", "wrong", "slowest_ms")
+
+    def __init__(self) -> None:
+        self._memory = memoryview(mmap(-1, 8 * len(self.ENDS))).cast("Q")
+
+    def add(self, end: str, seconds: float) -> None:
+        """Count one input."""
+        self._memory[self.ENDS.index(end)] += 1
+        self._memory[-1] = max(self._memory[-1], round(seconds * 1e3))
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Counts by end, and the milliseconds of the slowest input."""
+        return dict(zip(self.ENDS, self._memory, strict=True))
+
+
+class Attempts:
+    """Reads inputs with one reader, counts their ends, and keeps the wrong ones."""
+
+    def __init__(self, name: str, read: Read, keep: Path, tally: Tally) -> None:
+        self._name, self._read, self._keep, self._tally = name, read, keep, tally
+
+    def __call__(self, data: bytes) -> None:
+        began = time.monotonic()
+        end = attempt(self._read, data)
+        is_right = end in ("accepted", "refused")
+        self._tally.add(end if is_right else "wrong", time.monotonic() - began)
+        if not is_right:
+            self._keep.mkdir(exist_ok=True)
+            path = self._keep / f"{self._name.replace(' ', '-')}-{zlib.crc32(data):08x}"
+            path.write_bytes(data)
+            print(f"{path}: {end}", flush=True)
+
+
 def attempt(read: Read, data: bytes) -> str:
     """Read one input; return "accepted", "refused", or what went wrong."""
     signal.alarm(LIMIT_S)
@@ -175,64 +216,63 @@ def late(*_: object) -> None:
     raise TimeoutError(f"longer than {LIMIT_S} s")
 
 
-def with_atheris(name: str, arguments: list[str], good: bytes, read: Read) -> None:
-    """Let libFuzzer find inputs from a good one; it ends the process at the first that is wrong."""
+def with_atheris(good: bytes, inputs: int, seed: int, attempts: Attempts) -> None:
+    """Let libFuzzer find inputs from a good one; it ends the process."""
     atheris: Any = import_module("atheris")
-
-    def one(data: bytes) -> None:
-        end = attempt(read, data)
-        if end not in ("accepted", "refused"):
-            raise AssertionError(f"{name}: {end}")
-
     for module in (unpickling, metadata, archives, directory, safetensors):
         for value in vars(module).values():
             if isinstance(value, FunctionType) and value.__module__ == module.__name__:
                 atheris.instrument_func(value)
     with TemporaryDirectory() as corpus:
         Path(corpus, "good").write_bytes(good)
-        atheris.Setup([sys.argv[0], *arguments, corpus], one)
+        limits = f"-max_len={2 * len(good)}", "-handle_alrm=0"
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # its progress
+        atheris.Setup([sys.argv[0], f"-runs={inputs}", f"-seed={seed}", *limits, corpus], attempts)
         atheris.Fuzz()
 
 
-def main() -> int:
-    """Fuzz until the time is over; exit 1 if an input went wrong."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep", type=Path, default=Path("fuzzed"))
-    parser.add_argument("--atheris", default="", help="a reader; other arguments are libFuzzer's")
-    arguments, others = parser.parse_known_args()
+def fuzz(good: bytes, attempts: Attempts, arguments: argparse.Namespace) -> None:
+    """In a child: read inputs, within a limit of memory."""
     signal.signal(signal.SIGALRM, late)
+    resource.setrlimit(resource.RLIMIT_AS, (LIMIT_NBYTES, LIMIT_NBYTES))
+    if arguments.atheris:
+        with_atheris(good, arguments.inputs, arguments.seed, attempts)
+    draw = random.Random(arguments.seed)
+    for _ in range(arguments.inputs):
+        attempts(mutated(good, draw))
+
+
+def main() -> int:
+    """Fuzz each reader; exit 1 if an input went wrong or a process crashed."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--inputs", type=int, default=1000, help="for each reader")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", nargs="*", default=[], help="names of readers")
+    parser.add_argument("--keep", type=Path, default=Path("fuzzed"))
+    parser.add_argument("--atheris", action="store_true", help="guided by coverage")
+    parser.add_argument("--record", default="", help="name of a file in results")
+    arguments = parser.parse_args()
     warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
     wrong = 0
     with TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
-        known = readers(Path(folder))
-        resource.setrlimit(resource.RLIMIT_AS, (LIMIT_NBYTES, LIMIT_NBYTES))
-        if arguments.atheris:
-            with_atheris(arguments.atheris, others, *known[arguments.atheris])
-        draw, ends, start = (
-            random.Random(arguments.seed),
-            Counter[tuple[str, str]](),
-            time.monotonic(),
-        )
-        slowest = 0.0
-        while time.monotonic() - start < arguments.seconds:
-            for name, (good, read) in known.items():
-                data = mutated(good, draw)
-                began = time.monotonic()
-                end = attempt(read, data)
-                slowest = max(slowest, time.monotonic() - began)
-                if end not in ("accepted", "refused"):
-                    wrong += 1
-                    arguments.keep.mkdir(exist_ok=True)
-                    path = arguments.keep / f"{name}-{zlib.crc32(data):08x}"
-                    path.write_bytes(data)
-                    print(f"{path}: {end}", flush=True)
-                    end = "wrong"
-                ends[name, end] += 1
-    for (name, end), count in sorted(ends.items()):
-        print(f"{name:14} {end:9} {count:,d}")
-    print(f"{sum(ends.values()):,d} inputs, {wrong} wrong, the slowest {slowest:.3f} s")
+        for name, (good, read) in readers(Path(folder)).items():
+            if arguments.only and name not in arguments.only:
+                continue
+            tally, began = Tally(), time.monotonic()
+            child = os.fork()
+            if child == 0:
+                fuzz(good, Attempts(name, read, arguments.keep, tally), arguments)
+                os._exit(0)
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            counts = tally.counts
+            inputs = sum(counts.values()) - counts["slowest_ms"]
+            wrong += counts["wrong"] + bool(code)
+            run = {"reader": name, "by": "atheris" if arguments.atheris else "mutator"}
+            run |= {"seed": arguments.seed, "inputs": inputs, **counts, "exit_code": code}
+            print(run, f"{time.monotonic() - began:.0f} s", flush=True)
+            if arguments.record:
+                append_run(arguments.record, run)
     return 1 if wrong else 0
 
 

@@ -59,6 +59,7 @@ RUNS = {
 }
 NEEDS: dict[str, dict[str, Any]] = {
     "AliG": {"max_lr": 0.1}, "SGD": {"momentum": 0.9}, "Ranger21": {"num_iterations": 100},
+    "BSAM": {"num_data": 100, "foreach": False},
 }  # fmt: skip
 """Arguments without which a class cannot be built, or has no state."""
 
@@ -136,6 +137,13 @@ def ways(kind: type[torch.optim.Optimizer]) -> Iterator[Way]:
     def with_base(module: nn.Module) -> torch.optim.Optimizer:
         return kind(module.parameters(), torch.optim.SGD, lr=0.1)  # type: ignore[call-arg]
 
+    def of_model_and_base(module: nn.Module) -> torch.optim.Optimizer:
+        return kind(module, module.parameters(), torch.optim.SGD, lr=0.1)  # type: ignore[arg-type, call-arg]
+
+    def of_base_and_model(module: nn.Module) -> torch.optim.Optimizer:
+        inner = torch.optim.SGD(module.parameters(), lr=0.1)
+        return kind(module.parameters(), inner, module, Constant())  # type: ignore[call-arg, arg-type]
+
     yield "", True, plain
     yield "groups", True, flagged
     yield "matrices", False, plain
@@ -145,6 +153,16 @@ def ways(kind: type[torch.optim.Optimizer]) -> Iterator[Way]:
     yield "around", True, around
     yield "base", True, with_base
     yield "module", True, of_module
+    yield "fused", True, of_module
+    yield "base", True, of_model_and_base
+    yield "pair", True, of_base_and_model
+
+
+class Constant:
+    """A schedule of the radius in which GSAM looks."""
+
+    def step(self) -> float:
+        return 0.05
 
 
 class Reversed(nn.Module):
@@ -173,23 +191,28 @@ def train(way: Way, choices: dict[str, Any] | None, *, is_reversed: bool = False
     if choices is not None:
         is_around = wrapped_by(optimizer) is not None
         onefold.shard(module, None if is_around else optimizer, **choices)
-        optimizer = seeded(make, module) if is_around else optimizer
+        optimizer = make(module) if is_around else optimizer  # it may gather: no lock
         act = {name: getattr(optimizer, name, None) for name in act}
     if callable(act["train"]):
         act["train"]()
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
 
     @torch.enable_grad()
-    def closure() -> Tensor:
+    def closure() -> Any:
         optimizer.zero_grad()
         loss = module(x).square().mean() * 3
-        loss.backward(create_graph=word == "graph")
-        return loss.detach()
+        if word == "fused":  # backward steps
+            optimizer.fused_backward(loss, lr=0.1)  # type: ignore[attr-defined]
+        else:
+            loss.backward(create_graph=word == "graph")
+        return (None, loss.detach()) if word == "pair" else loss.detach()
 
-    closures: list[Any] = [closure] if word in ("closure", "base") else []
+    closures: list[Any] = [closure] if word in ("closure", "base", "pair") else []
     for _ in range(STEPS):
-        if word != "closure":
+        if word not in ("closure", "pair"):
             closure()
+        if word == "fused":
+            continue
         with SameDraws():
             optimizer.step(*closures)
     moved = [now - before for now, before in zip(values(module, choices), start, strict=True)]
@@ -212,11 +235,11 @@ def values(module: nn.Module, choices: dict[str, Any] | None) -> list[Tensor]:
         return [p.detach().clone() for p in module.parameters()]
 
 
-def compare(way: Way, name: str, wanted: list[Tensor]) -> str:
-    """Return "right", or what a run came to instead."""
+def compare(way: Way, name: str, wanted: list[Tensor], *, sends: bool) -> str:
+    """Return "right", or what a run came to instead; a class that `sends` needs a process group."""
     world, choices = RUNS[name]
     try:
-        ranks = [train(way, choices)] if world == 1 else run_ranks(
+        ranks = [train(way, choices)] if world == 1 and not sends else run_ranks(
             world, lambda _: train(way, choices))  # fmt: skip
     except OnefoldError as error:
         return f"refused: {error}"
@@ -239,10 +262,7 @@ def measure(kind: type[torch.optim.Optimizer]) -> dict[str, Any]:
     problem = ""
     for way in ways(kind):
         try:
-            optimizer = way[2](Mixed(has_vectors=way[1]))
-            behaviour = behaviour_of(stepper(optimizer))
-            with sums_in(torch.float64 if behaviour.adds else torch.float32):
-                wanted = train(way, None)
+            behaviour, inner, wanted = in_plain_torch(way)
         except Exception as error:  # it may need another way
             problem = problem or f"{type(error).__name__}: {error}"
             continue
@@ -250,11 +270,44 @@ def measure(kind: type[torch.optim.Optimizer]) -> dict[str, Any]:
             problem = "not finite in plain torch"
             continue
         with sums_in(torch.float64 if behaviour.adds else torch.float32):
-            runs = {name: compare(way, name, wanted) for name in RUNS}
-        inner = "wraps another: " if wrapped_by(optimizer) else ""
+            runs = {n: compare(way, n, wanted, sends=bool(behaviour.sends)) for n in RUNS}
         result = {"way": way[0], "behaviour": inner + word_of(behaviour), "runs": runs}
         return {**result, "by_order": by_order(way)} if behaviour.adds else result
-    return {"skipped": problem.splitlines()[0][:160] if problem else "cannot be built"}
+    skipped = problem.splitlines()[0][:160] if problem else "cannot be built"
+    return {"skipped": skipped, "refused": refusal_of(kind)}
+
+
+def in_plain_torch(way: Way) -> tuple[Behaviour, str, list[Tensor]]:
+    """Return what a probe finds, whether an optimizer is wrapped, and plain torch's changes.
+
+    A class that sends is one rank of one.
+    """
+
+    def plain(rank: int = 0) -> tuple[Behaviour, str, list[Tensor]]:
+        optimizer = way[2](Mixed(has_vectors=way[1]))
+        behaviour = behaviour_of(stepper(optimizer))
+        with sums_in(torch.float64 if behaviour.adds else torch.float32):
+            wanted = train(way, None)
+        return behaviour, "wraps another: " if wrapped_by(optimizer) else "", wanted
+
+    try:
+        return plain()
+    except ValueError as error:
+        if "process group" not in str(error):
+            raise
+        return run_ranks(1, plain)[0]
+
+
+def refusal_of(kind: type[torch.optim.Optimizer]) -> str:
+    """Return what `onefold.shard` says of a class that plain torch cannot train here."""
+    try:
+        module = Mixed()
+        onefold.shard(module, kind(module.parameters(), **NEEDS.get(kind.__name__, {})))
+    except OnefoldError as error:
+        return str(error).splitlines()[0]
+    except Exception:  # it needs other arguments
+        return ""
+    return ""
 
 
 def by_order(way: Way) -> float:
@@ -322,7 +375,11 @@ def table(results: dict[str, Any]) -> list[str]:
     lines = [head, "|---|---|---|---|---|"]
     for name, result in results.items():
         if "runs" not in result:
-            lines.append(f"| `{name}` | not run: {result['skipped'].replace('|', ' ')} | | | |")
+            why = result["skipped"].replace("|", " ")
+            every = (
+                ", ".join(["refused"] * 4) + " | refused | refused" if result["refused"] else " | |"
+            )
+            lines.append(f"| `{name}` | not run: {why} | {every} |")
             continue
         words = {run: value.split(":")[0] for run, value in result["runs"].items()}
         stages = ", ".join(words[f"stage {stage}"] for stage in range(4))

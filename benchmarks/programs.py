@@ -31,7 +31,7 @@ os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")  # as in tests/conftest.py
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from contest.results import RESULTS, provenance
+from contest.results import append_run
 
 from tests.support.programs.drawing import Drawn, draw, draw_trainer
 from tests.support.programs.gloo import run_gloo_ranks
@@ -100,15 +100,6 @@ def run_jobs(jobs: list[Job], write: int) -> None:
 def judged(seed: int, judge: Judge, draws: Callable[[int], Drawn]) -> tuple[int, dict[str, str]]:
     drawn, verdict = judge_seed(seed, judge, draws)
     return drawn.seed, asdict(verdict)
-
-
-def record(path: Path, seeds: str, kinds: Counter[str], used: Counter[str]) -> None:
-    """Add the verdicts of a run, and what its programs used, to a file of results."""
-    runs = json.loads(path.read_text())["runs"] if path.exists() else []
-    about = provenance()
-    new = {"seeds": seeds, "verdicts": dict(kinds), "used": dict(sorted(used.items()))}
-    runs.append({"date": about.pop("date"), "commit": about.pop("commit"), **new})
-    path.write_text(json.dumps({**about, "runs": runs}, indent=1) + "\n")
 
 
 def uses(drawn: Drawn) -> set[str]:
@@ -185,7 +176,8 @@ def main() -> int:
     for text, count in refusals.most_common():
         print(f"{count:5} {text}")
     if arguments.record:
-        record(RESULTS / arguments.record, arguments.seeds, kinds, used)
+        run = {"verdicts": dict(kinds), "used": dict(sorted(used.items()))}
+        append_run(arguments.record, {"seeds": arguments.seeds, **run})
     total = sum(kinds.values())
     print(", ".join(f"{count} {kind}" for kind, count in kinds.most_common()), f"of {total}")
     return 1 if set(kinds) - {"right", "refused", "redrawn"} else 0

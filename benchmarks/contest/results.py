@@ -41,6 +41,16 @@ def write(path: Path, case: Case, rounds: list[Round], about: dict[str, Any]) ->
     new.replace(path)
 
 
+def append_run(name: str, run: dict[str, Any], folder: Path = RESULTS) -> None:
+    """Add a run to a file that keeps the runs of one benchmark."""
+    path = folder / name
+    runs = json.loads(path.read_text())["runs"] if path.exists() else []
+    about = provenance()
+    key = {name: about.pop(name) for name in ("date", "commit", "command")}
+    text = json.dumps({**about, "runs": [*runs, rounded({**key, **run})]}, indent=1)
+    path.write_text(text + "\n")
+
+
 def path_of(case: Case, folder: Path = RESULTS) -> Path:
     """Where the result of a case goes: its date and name."""
     words = case.name.replace(",", "").replace(" ", "-")

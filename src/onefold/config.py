@@ -171,8 +171,9 @@ class Offload:
         fraction: share of the optimizer state that leaves the device; the rest is stepped there at
             the same time (Twin-Flow). "auto": as little as the free memory allows.
         disk: one folder, or several whose bandwidths add.
-        step_in_backward: step each unit as soon as its gradient is reduced, and free the gradient.
-            Nothing can look at all gradients then: no clipping, no loss scaling.
+        step_in_backward: step each unit as soon as its gradient is reduced, and free the gradient,
+            as if `zero_grad()` followed every step. Nothing can look at all gradients then: no
+            clipping, no loss scaling.
         step: which processor steps states in CPU memory: "cpu", or "device", to which they are
             streamed. Both give the same bits. "auto" measures which is faster.
         tile: bytes above which the weight of a Linear or Embedding is gathered, used and reduced

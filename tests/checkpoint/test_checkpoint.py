@@ -547,6 +547,74 @@ def test_a_save_between_micro_batches_goes_on_there(tmp_path, world, stage, dtyp
                 torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_what_a_failed_backward_has_left_is_not_saved(tmp_path, stage):
+    """Ranks train other layers, so some have nothing of a unit to send."""
+
+    class Either(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.one(x) if x.detach().sum() > 0 else self.two(x)
+
+    def fail(grad):
+        raise ZeroDivisionError
+
+    def sharded():
+        module = seeded(lambda: nn.Sequential(Either(), nn.Linear(8, 8)))
+        optimizer = torch.optim.SGD(module.parameters())
+        return onefold.shard(module, optimizer, stage=stage), optimizer
+
+    def body(rank):
+        run, other = sharded(), sharded()
+        failing = torch.full((2, 8), 1.0 - 2 * rank).requires_grad_()
+        failing.register_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            run[0](failing).sum().backward()
+        run[0].zero_grad()
+        onefold.save(tmp_path / "run", *run)
+        onefold.load(tmp_path / "run", *other)
+        for module, _ in (run, other):
+            module(torch.full((2, 8), 1.0)).sum().backward()
+        return [[p.grad for p in module.parameters()] for module, _ in (run, other)]
+
+    assert_same_gradients(run_ranks(2, body))
+
+
+def assert_same_gradients(ranks):
+    for wanted, got in ranks:
+        assert [g is None for g in got] == [g is None for g in wanted]
+        for a, b in zip(wanted, got, strict=True):
+            assert a is None or torch.equal(*(getattr(g, "_local_tensor", g) for g in (a, b)))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_load_after_a_failed_backward_keeps_the_gradients_of_the_checkpoint(tmp_path, stage):
+    def fail(grad):
+        raise ZeroDivisionError
+
+    def body(rank, fails):
+        module = seeded(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+        optimizer = torch.optim.SGD(module.parameters())
+        onefold.shard(module, optimizer, stage=stage)
+        rows = torch.full((2, 8), 1.0 + rank)
+        with onefold.accumulate(module):
+            module(rows).sum().backward()
+        onefold.save(tmp_path / str(fails), module, optimizer)
+        if fails:
+            failing = rows.clone().requires_grad_()
+            failing.register_hook(fail)
+            with pytest.raises(ZeroDivisionError):
+                module(failing).sum().backward()
+        onefold.load(tmp_path / str(fails), module, optimizer)
+        module(rows).sum().backward()
+        return [p.grad for p in module.parameters()]
+
+    assert_same_gradients(zip(run_ranks(2, body, False), run_ranks(2, body, True), strict=True))
+
+
 def test_gradients_that_have_been_stepped_are_not_saved(tmp_path):
     def body(rank):
         run = start(3)

@@ -847,6 +847,15 @@ def test_an_optimizer_that_sends_messages_is_refused_where_ranks_step_different_
     run_ranks(3, body)
 
 
+def test_an_optimizer_that_needs_a_process_group_sends_messages():
+    class Counting(Dealing):
+        def step(self, closure=None):
+            self.param_groups[0]["ranks"] = dist.get_world_size()
+
+    module = build()
+    assert behaviour_of(Counting(module.parameters(), lr=0.1)).sends == "torch.distributed"
+
+
 def test_an_optimizer_that_sends_messages_steps_whole_copies_at_stage_0():
     def plain(parameters):
         return torch.optim.SGD(parameters, lr=0.1)

@@ -407,6 +407,22 @@ def early(path: Path) -> Offload:
     return Offload("disk", "disk", disk=path, step_in_backward=True)
 
 
+def test_a_backward_that_failed_after_it_stepped_a_unit_is_not_saved(tmp_path):
+    def fail(grad):
+        raise ZeroDivisionError
+
+    def body(rank: int) -> None:
+        module, optimizer = build(early(tmp_path))
+        train(module, optimizer, batches(1))
+        module.embed.register_forward_hook(lambda *args: args[-1].register_hook(fail) and None)
+        with pytest.raises(ZeroDivisionError):
+            loss_of(module, batches(1)[0].chunk(2)[rank]).backward()
+        with pytest.raises(StateError, match="some weights are stepped and others are not"):
+            onefold.save(tmp_path / "half", module, optimizer)
+
+    run_ranks(2, body)
+
+
 def test_a_gradient_that_was_stepped_by_in_backward_is_an_error_to_read(tmp_path):
     def body(rank: int) -> None:
         module, optimizer = build(early(tmp_path))

@@ -370,3 +370,106 @@ def test_loaded_moments_of_a_narrow_number_are_as_wide_as_those_of_rows(
             assert {state["exp_avg"].dtype, state["exp_avg_sq"].dtype} == {torch.float32}
 
     run_ranks(world_size, body)
+
+
+class Recounting(torch.optim.Optimizer):
+    """Elementwise: every step replaces its states, a number and a mean, as torch's own never do."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                state["mean"] = 0.9 * state.get("mean", torch.zeros_like(p)) + p.grad
+                state["count"] = state.get("count", 0) + 1
+                p.add_(state["mean"], alpha=-group["lr"] / state["count"])
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(0, None), (1, "optimizer"), (3, None), (3, "cpu")])
+def test_values_that_a_step_replaces_are_shown_and_saved(tmp_path, stage, offload):
+    def trained(count):
+        module = seeded(build)
+        optimizer = Recounting(module.parameters())
+        onefold.shard(module, optimizer, stage=stage, offload=offload)
+        for seed in range(count):
+            steps(module, optimizer, 1, seed)
+        return module, optimizer
+
+    def body(rank):
+        module, optimizer = trained(3)
+        shown = optimizer.state_dict()["state"]
+        assert {state["count"] for state in shown.values()} == {3}
+        onefold.save(tmp_path / "three", module, optimizer)
+        other, its_optimizer = trained(0)
+        onefold.load(tmp_path / "three", other, its_optimizer)
+        for each in ((module, optimizer), (other, its_optimizer)):
+            for seed in (3, 4):
+                steps(*each, 1, seed)
+            assert {state["count"] for state in each[1].state.values()} == {5}
+        return weights_of(module), weights_of(other), weights_of(trained(5)[0])
+
+    for resumed_weights, own, wanted in run_ranks(2, body):
+        for a, b, c in zip(resumed_weights, own, wanted, strict=True):
+            assert torch.equal(a, c)
+            assert torch.equal(b, c)
+
+
+ADAFACTOR = partial(torch.optim.Adafactor, lr=1e-2)
+
+
+def test_adafactor_loads_its_own_state_on_ranks_that_keep_no_matrix():
+    def body(rank):
+        module, optimizer = ready(ADAFACTOR, 2)
+        steps(module, optimizer)
+        optimizer.load_state_dict(optimizer.state_dict())
+        steps(module, optimizer)
+        undisturbed, its_optimizer = ready(ADAFACTOR, 2)
+        steps(undisturbed, its_optimizer)
+        steps(undisturbed, its_optimizer)
+        return weights_of(module), weights_of(undisturbed)
+
+    for own, wanted in run_ranks(3, body):
+        assert all(map(torch.equal, own, wanted))
+
+
+@pytest.mark.parametrize("make", [MUON, ADAFACTOR])
+def test_a_checkpoint_after_own_states_were_loaded_holds_them_alone(tmp_path, make):
+    def body(rank):
+        module, optimizer = ready(make, 2)
+        steps(module, optimizer)
+        optimizer.load_state_dict(optimizer.state_dict())
+        onefold.save(tmp_path / "run", module, optimizer)
+        other, its_optimizer = ready(make, 2)
+        onefold.load(tmp_path / "run", other, its_optimizer)
+        for each in ((module, optimizer), (other, its_optimizer)):
+            steps(*each)
+        return weights_of(module), weights_of(other)
+
+    for own, loaded in run_ranks(2, body):
+        assert all(map(torch.equal, own, loaded))
+
+
+@pytest.mark.parametrize(("first", "then"), [("float64", "float32"), ("float32", "float64")])
+def test_whole_matrix_states_load_into_a_step_of_another_dtype(tmp_path, first, then):
+    def sharded(master):
+        module = seeded(build)
+        optimizer = ADAFACTOR(module.parameters())
+        precision = onefold.Precision(master=getattr(torch, master))
+        return onefold.shard(module, optimizer, stage=2, precision=precision), optimizer
+
+    def body(rank):
+        module, optimizer = sharded(first)
+        steps(module, optimizer)
+        onefold.save(tmp_path / "first", module, optimizer)
+        other, its_optimizer = sharded(then)
+        onefold.load(tmp_path / "first", other, its_optimizer)
+        for each in ((module, optimizer), (other, its_optimizer)):
+            steps(*each)
+        return weights_of(module), weights_of(other)
+
+    for own, loaded in run_ranks(2, body):
+        for a, b in zip(own, loaded, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import nn
 
 import onefold
-from tests.support import kills
 from tests.support.fresh import run_scripts
 from tests.support.ranks import run_processes, seeded
 
 pytestmark = pytest.mark.process
 
+KILLS = Path(__file__).parents[2] / "benchmarks" / "kills.py"
 GONE_S = 5.0 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 """Five seconds on a machine that is not busy."""
 
@@ -177,8 +177,8 @@ def test_a_rank_that_raises_is_named_by_the_others_and_all_are_gone_in_seconds(t
     "tests/laws/test_processes.py::test_a_lost_rank_ends_the_others_in_time_and_names_unit_and_collective"
 )
 def test_a_rank_killed_at_work_is_named_by_the_others():
-    """The short form of `python tests/support/kills.py`, which kills 100 times."""
-    command = [sys.executable, str(Path(kills.__file__)), "--kills", "3", "--works"]
+    """The short form of `python benchmarks/kills.py`, which kills 100 times."""
+    command = [sys.executable, str(KILLS), "--kills", "3", "--works"]
     done = subprocess.run([*command, "generate", "disk", "load"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "3 kills, 6 survivors: 0 without the name" in done.stdout
+    assert "'survivors': 6, 'unnamed': 0" in done.stdout

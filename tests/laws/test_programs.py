@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from collections import Counter
@@ -39,6 +40,8 @@ def test_sixty_drawn_programs_are_right_or_refused_by_name():
 def test_a_seed_is_the_same_program_every_time_and_seeds_cover_worlds_and_stages():
     drawn = [draw(seed) for seed in range(300)]
     assert [draw(seed) for seed in range(300)] == drawn
+    for program in drawn:
+        ast.parse(program.script())
     legs = [leg for program in drawn for leg in program.legs]
     assert {leg.world_size for leg in legs} == {1, 2, 3, 4}
     assert {dict(leg.options)["stage"] for leg in legs} == {"0", "1", "2", "3"}

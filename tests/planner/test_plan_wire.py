@@ -185,7 +185,7 @@ def test_between_nodes_a_plan_tells_what_was_counted_at_the_sockets_of_hosts():
     in_docs = 4 * flat.between_nbytes / seen.numel
     at_sockets = next(float(row[1]) for row in every if row[0] == "| stage 3, one axis")
     said = " ".join(wire.PAGE.read_text().split())
-    assert f"({in_docs:.0f} bytes where these sockets had {at_sockets:.1f}:" in said
+    assert f"gives {in_docs:.0f} bytes, and the sockets counted {at_sockets:.1f}," in said
 
 
 def test_an_open_stage_counts_the_states_of_a_replica_on_the_ranks_of_its_node(monkeypatch):

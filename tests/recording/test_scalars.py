@@ -13,6 +13,7 @@ from torch import nn
 
 import onefold
 from tests.support.hf_ranks import run_forks
+from tests.support.programs.blocks import Borrowed
 from tests.support.ranks import run_ranks, seeded
 
 
@@ -108,3 +109,42 @@ def _with_dropout() -> nn.Module:
     model = llama()
     model.lm_head = nn.Sequential(nn.Dropout(0.1), model.lm_head)
     return model
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_report_follows_a_penalty_on_weights_that_came_before_the_forward(stage):
+    def body(rank):
+        module = seeded(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+        optimizer = torch.optim.SGD(module.parameters())
+        onefold.shard(module, optimizer, stage=stage)
+        penalty = sum(p.abs().pow(1).sum() for p in module.parameters())
+        (module(torch.full((2, 8), 1.0 + rank)).sum() + penalty).backward()
+        optimizer.step()
+        return onefold.report(module)
+
+    for report in run_ranks(2, body):
+        assert report.predicted["grad"] >= report.memory["grad"]["device"].peak > 0
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_report_after_a_failed_backward_leaves_room_for_results_that_arrive(stage):
+    def fail(grad):
+        raise ZeroDivisionError
+
+    def body(rank, reports):
+        module = seeded(Borrowed, False)
+        optimizer = torch.optim.SGD(module.parameters())
+        onefold.shard(module, optimizer, stage=stage)
+        rows = torch.full((2, 8), 1.0 + rank)
+        failing = rows.clone().requires_grad_()
+        failing.register_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            module(failing).sum().backward()
+        module.zero_grad()
+        if reports:
+            onefold.report(module)
+        module(rows).sum().backward()
+        return [p.grad.to_local() for p in module.parameters()]
+
+    for wanted, got in zip(run_ranks(2, body, False), run_ranks(2, body, True), strict=True):
+        assert all(map(torch.equal, wanted, got))

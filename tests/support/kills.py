@@ -1,18 +1,14 @@
 """Kills a rank of three at any moment of seven kinds of work, and looks at how the others end.
 
-    python tests/support/kills.py --kills 100
-
-Each life forks the ranks anew. They train, save, load, evaluate, generate, move rows, or train with
-state on a disk, over and over. SIGKILL comes to one of them at any time in their work. Every other
-rank must raise a `WireError` whose first sentence names that rank, and its process must be gone.
+`benchmarks/kills.py` does so a hundred times. Each life forks the ranks anew. They train, save,
+load, evaluate, generate, move rows, or train with state on a disk, over and over. SIGKILL comes to
+one of them at any time in their work. Every other rank must raise a `WireError` whose first
+sentence names that rank, and its process must be gone.
 """
 
 from __future__ import annotations
 
-import argparse
-import gc
 import os
-import random
 import shutil
 import signal
 import socket
@@ -26,8 +22,6 @@ from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -37,8 +31,6 @@ from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import seeded
 
 RANKS = 3
-LONGEST_S = 1.0
-"""Seconds of work before the signal, at most."""
 HANG_S = 120.0
 Work = Iterator[None]
 
@@ -164,35 +156,3 @@ def kill_once(work: str, victim: int, delay: float) -> dict[int, End]:
 def is_right(end: End, victim: int) -> bool:
     """True for an error that names the rank that was killed."""
     return end.error.startswith("WireError: ") and f"got rank {victim} ended" in end.error
-
-
-def main() -> int:
-    """Kill, and print what happened."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS))
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    draws, seconds, num_wrong = random.Random(options.seed), list[float](), 0
-    torch.set_num_threads(1)
-    gc.freeze()
-    for number in range(options.kills):
-        work, victim = options.works[number % len(options.works)], draws.randrange(RANKS)
-        for rank, end in kill_once(work, victim, draws.uniform(0, LONGEST_S)).items():
-            seconds.append(end.seconds)
-            if not is_right(end, victim):
-                num_wrong += 1
-                print(f"{work}, rank {victim} killed, rank {rank}: {end.error}", flush=True)
-    seconds.sort()
-    median, last = seconds[len(seconds) // 2], seconds[-1]
-    print(
-        f"{options.kills} kills, {len(seconds)} survivors: {num_wrong} without the name; "
-        f"gone after {median:.1f} s (median), {last:.1f} s (longest); load {os.getloadavg()[0]:.0f}"
-    )
-    return int(num_wrong > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -749,3 +749,18 @@ def test_the_names_of_bitsandbytes_that_are_relied_on_exist():
     assert "packing_format_for_cpu" in source, "the mark of weights that were packed anew"
     notes = [key for key in four.state_dict() if "quant_state.bitsandbytes__nf4" in key]
     assert len(notes) == 1, "the note that save_pretrained writes"
+
+
+def test_a_copy_of_plain_values_into_a_frozen_quantized_weight_is_refused():
+    module = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8))
+    onefold.shard(module, stage=0, precision=onefold.Precision(frozen="int8"))
+    with torch.no_grad():
+        module.load_state_dict(module.state_dict())
+        with pytest.raises(
+            onefold.StateError, match=r"'0\.weight'[^$]*\[8, 8\][^$]*writeback=True"
+        ):
+            module[0].weight.copy_(torch.ones(8, 8))
+        with onefold.unsharded(module, writeback=True):
+            module[0].weight.copy_(torch.ones(8, 8))
+    with onefold.unsharded(module):
+        torch.testing.assert_close(module[0].weight, torch.ones(8, 8), rtol=0, atol=1e-3)

@@ -87,6 +87,7 @@ def save(
         for model in models:
             hint = "keep the files that it was read from, or save onefold.full_state_dict(module)"
             refuse_quantized(model.parameters(), hint, are_kernels=True)
+            model.engine.end_failed()
         model, engine = models[0], models[0].engine
         if model.rank == 0:
             draft.check()

@@ -244,6 +244,8 @@ def _probed(question: _Question) -> Behaviour | None:
     except Sends as error:
         return Behaviour(sends=str(error))
     except Exception as error:  # whatever a class raises on parameters that it is not made for
+        if "process group has not been initialized" in str(error):
+            return Behaviour(sends="torch.distributed")
         return Behaviour(differentiates=True) if "does not have a grad_fn" in str(error) else None
     finally:
         sys.setprofile(profiler)

@@ -144,9 +144,7 @@ class Engine:
 
     def prepare(self) -> None:
         """Weights are about to be used: end whatever failed, follow the module and gradients."""
-        if self.schedule.is_backward:
-            self.abort_backward()
-        self._check_not_torn()
+        self.end_failed()
         for stepper in list(self.hands.steppers):
             stepper.recover()
         self._follow()
@@ -328,9 +326,7 @@ class Engine:
 
     def before_step(self) -> None:
         """The optimizer is about to step: reshard all units, bring edited weights to masters."""
-        if self.schedule.is_backward:
-            self.abort_backward()
-        self._check_not_torn()
+        self.end_failed()
         stepped = self.hands.take_stepped()
         self.marks.begin("step")
         self.rest()
@@ -390,11 +386,13 @@ class Engine:
 
     # checks
 
-    def _check_not_torn(self) -> None:
-        """Raise if a backward failed after it had stepped some of the units.
+    def end_failed(self) -> None:
+        """End a backward that failed; raise if it had stepped some of the units.
 
         Raise the error of the tier where a tier was the reason, else `StateError`.
         """
+        if self.schedule.is_backward:
+            self.abort_backward()
         if self._is_torn:
             for unit in self.units:
                 if unit.failure is not None:
@@ -408,6 +406,8 @@ class Engine:
 
     def mend(self) -> None:
         """Note that all weights were loaded anew: no backward has torn them."""
+        if self.schedule.is_backward:
+            self.abort_backward()
         self._is_torn = False
 
     # an engine belongs to one module in one process

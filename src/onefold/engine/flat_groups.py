@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from onefold.engine.blocked_adam import BlockedAdam
 from onefold.engine.blocks import Segment, UnitStep
-from onefold.engine.rules import Rule, State, is_moment, state_after_first_step
+from onefold.engine.rules import Rule, State, is_moment, same_entry, state_after_first_step
 from onefold.errors import ConfigError
 from onefold.layout.model_axes import local_of
 from onefold.unit.parameter import UnitParameter
@@ -33,6 +33,7 @@ class FlatGroup:
     weight: Tensor  # [numel], a view of the unit's weight
     tensor: Tensor  # [numel], a leaf, a view of the unit's weight or master
     state: State = field(default_factory=dict)
+    shown: State = field(default_factory=dict)  # the values that its parameters' states show
 
     @property
     def unit(self) -> Unit:
@@ -168,7 +169,7 @@ class FlatStep:
         unit.begin_step(UnitStep(unit, segments))
 
     def leave(self, state: dict[Tensor, State]) -> dict[UnitParameter, State]:
-        """Return each parameter's state; views are made once, the step changes them in place."""
+        """Return each parameter's state; views are made again where a step replaced a value."""
         for flat in self._entered.values():
             flat.tensor.grad = None
             after = state.get(flat.tensor, {})
@@ -176,11 +177,20 @@ class FlatStep:
                 flat.state = after
                 flat.state = self._seen(flat, self._rows and Tensor)
                 self._shown.pop(flat.parameters[0], None)
-        for flat in (flat for _, cut in self._cuts.values() for flats in cut for flat in flats):
-            shown = self._shown.get(flat.parameters[0])
-            if shown is None or shown.keys() != flat.state.keys():
-                self._shown |= {p: flat.shown_state(p) for p in flat.parameters}
+        self.refresh()
         return self._shown
+
+    def refresh(self) -> dict[UnitParameter, State]:
+        """Show values that steps have replaced; return the parameters' states that changed."""
+        changed: dict[UnitParameter, State] = {}
+        for flat in (flat for _, cut in self._cuts.values() for flats in cut for flat in flats):
+            if flat.parameters[0] not in self._shown or not same_entry(flat.state, flat.shown):
+                flat.shown = dict(flat.state)
+                for parameter in flat.parameters:
+                    changed[parameter] = self._shown.setdefault(parameter, {})
+                    changed[parameter].clear()
+                    changed[parameter].update(flat.shown_state(parameter))
+        return changed
 
     def recover(self) -> None:
         """Clear gradients of parameters whose tensor was cleared after a step that raised."""

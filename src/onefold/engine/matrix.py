@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from onefold.engine.flat_groups import NUMBERS
 from onefold.engine.rules import State
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.unit import Unit
@@ -30,8 +31,17 @@ class MatrixStep:
         self.rounded: set[Unit] = set()  # none: the class's own step rounds nothing
 
     def import_state(self, parameter: UnitParameter, state: State) -> None:
-        """Keep unsharded per-parameter state, as loaded."""
-        self._state[parameter] = state
+        """Keep unsharded per-parameter state, as loaded; float64 on either side is converted."""
+        dtype = parameter.unit.stepped.dtype
+        self._state[parameter] = {
+            name: value.to(dtype)
+            if type(value) is Tensor
+            and value.is_floating_point()
+            and torch.float64 in (value.dtype, dtype)
+            and name not in NUMBERS
+            else value
+            for name, value in state.items()
+        }
 
     def forget(self) -> None:
         """Drop all states; owners stay."""

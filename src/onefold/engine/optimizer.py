@@ -36,7 +36,7 @@ from onefold.engine.flat_groups import NUMBERS, FlatStep, with_numbers_on
 from onefold.engine.matrix import MatrixStep
 from onefold.engine.optimizer_state import OwnStates, common_state, own_state, stepped_state
 from onefold.engine.precision import are_gradients_finite
-from onefold.engine.rules import Rule, State, may_fuse, rule_of, whole_matrices
+from onefold.engine.rules import Rule, State, may_fuse, rule_of, same_entry, whole_matrices
 from onefold.errors import StateError
 from onefold.layout.ledger import Account, Kind
 from onefold.unit.parameter import UnitParameter
@@ -267,7 +267,7 @@ class OptimizerBinding:
                 if entry:
                     state[tensor] = entry
         self._shown, self._common = _copied(state), common_state(stepped)
-        optimizer.state = stepped_state({**state, **self._common}, self.engines)
+        optimizer.state = stepped_state({**state, **self._common}, self.engines, self._refresh)
         self._count_states(state)
         for engine in self.engines:
             engine.ledger.end_step(self)
@@ -305,7 +305,8 @@ class OptimizerBinding:
         if self._is_entered and optimizer is not None:
             self._strategy.recover()
             self._put_back(optimizer)
-            optimizer.state = stepped_state({**_copied(self._shown), **self._common}, self.engines)
+            shown = {**_copied(self._shown), **self._common}
+            optimizer.state = stepped_state(shown, self.engines, self._refresh)
 
     def _put_back(self, optimizer: Optimizer) -> None:
         self._is_entered = False
@@ -339,7 +340,7 @@ class OptimizerBinding:
         """Import state that was loaded, cleared or edited since the last step."""
         state = optimizer.state
         if len(state) == len(self._shown) + len(self._common) and all(
-            _same_entry(dict.get(state, tensor), entry) for tensor, entry in self._shown.items()
+            same_entry(dict.get(state, tensor), entry) for tensor, entry in self._shown.items()
         ):
             return
         for group in optimizer.param_groups:
@@ -353,6 +354,12 @@ class OptimizerBinding:
                     self._strategy.import_state(parameter, own)
         self._common = common_state(state)
         self._shown = _copied({k: v for k, v in dict.items(state) if k not in self._common})
+
+    def _refresh(self) -> None:
+        """Show the numbers of steps that ran in the background and are over."""
+        if isinstance(self._strategy, FlatStep):
+            changed = self._strategy.refresh()
+            self._shown |= _copied({p.sharded: state for p, state in changed.items()})
 
     def _count_states(self, state: dict[Tensor, State]) -> None:
         """Count the bytes of states, unless all of them are the tensors that were counted."""
@@ -410,11 +417,3 @@ def _grad(parameter: UnitParameter) -> Tensor | None:
 def _copied(state: Mapping[Tensor, State]) -> dict[Tensor, State]:
     """Copy the entries: a user may replace the values in those of the optimizer."""
     return {tensor: dict(entry) for tensor, entry in dict.items(state)}  # type: ignore[arg-type]
-
-
-def _same_entry(now: State | None, then: State) -> bool:
-    return (
-        now is not None
-        and len(now) == len(then)
-        and all(now.get(key) is value for key, value in then.items())
-    )

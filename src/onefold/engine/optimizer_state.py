@@ -15,8 +15,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
-from weakref import ref
+from weakref import WeakMethod, ref
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -32,8 +33,12 @@ KEPT_BY, OF_RANKS = "onefold_kept_by", "onefold_of_ranks"
 
 
 def name_keeper(parameter: UnitParameter, rank: int) -> dict[str, Any]:
-    """Return what stands for the state of a parameter whose state `rank` keeps."""
-    return {KEPT_BY: _Keeper(rank), OF_RANKS: parameter.unit.context.rest_world}
+    """Return what stands for the state of a parameter whose state `rank` keeps.
+
+    Adafactor looks for a step count in each state that it loads.
+    """
+    ranks = parameter.unit.context.rest_world
+    return {KEPT_BY: _Keeper(rank), OF_RANKS: ranks, "step": torch.zeros(())}
 
 
 class _Keeper(int):
@@ -75,7 +80,7 @@ def own_state(parameter: UnitParameter, state: Mapping[str, Any]) -> dict[str, A
             where = ", ".join(map(str, place))
             got = f"{name!r} with the rows of rank {where} of {ranks} ranks"
             raise _another_ranks(parameter, got)
-    return {name: value for name, value in state.items() if name not in (KEPT_BY, OF_RANKS)}
+    return {} if keeper is not None else dict(state)
 
 
 class OwnStates:
@@ -93,6 +98,7 @@ class OwnStates:
         """Watch what is saved and loaded from now on."""
         optimizer.register_state_dict_post_hook(self._name_keepers)
         optimizer.register_load_state_dict_pre_hook(self._check_loaded)
+        optimizer.register_load_state_dict_post_hook(_drop_keepers)
 
     def _name_keepers(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Note, in place of a state that another rank keeps, which rank that is.
@@ -123,6 +129,12 @@ class OwnStates:
                     yield number, parameter
 
 
+def _drop_keepers(optimizer: Optimizer) -> None:
+    """Keep no names of keepers in the state that was loaded: a checkpoint would hold them."""
+    for tensor in [tensor for tensor, own in optimizer.state.items() if KEPT_BY in own]:
+        del optimizer.state[tensor]
+
+
 def _given_out(value: Any) -> Any:
     if not isinstance(value, LogicalTensor):
         return value
@@ -144,11 +156,11 @@ def _another_ranks(parameter: UnitParameter, got: str) -> StateError:
 
 
 def stepped_state(
-    state: Mapping[Tensor, State], engines: Sequence[Engine]
+    state: Mapping[Tensor, State], engines: Sequence[Engine], refresh: Callable[[], None]
 ) -> defaultdict[Tensor, State]:
     """Return the state as users read it; readers wait where steps run in the background."""
     if any(unit.steps_in_blocks for engine in engines for unit in engine.units):
-        return WaitingState(state, engines)
+        return WaitingState(state, engines, refresh)
     return defaultdict(dict, state)
 
 
@@ -158,16 +170,28 @@ def common_state(state: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 class WaitingState(defaultdict[Tensor, State]):
-    """An optimizer's state; every way to read it waits for the steps that run."""
+    """An optimizer's state; every way to read it waits for the steps that run.
 
-    def __init__(self, state: Mapping[Tensor, State], engines: Sequence[Engine]) -> None:
+    `refresh`, a method, then puts the numbers of these steps in the state.
+    """
+
+    def __init__(
+        self,
+        state: Mapping[Tensor, State],
+        engines: Sequence[Engine],
+        refresh: Callable[[], None],
+    ) -> None:
         super().__init__(dict, state)
         self._engines = [ref(engine) for engine in engines]
+        self._refresh = WeakMethod(refresh)
 
     def _wait(self) -> None:
         for engine in filter(None, (alive() for alive in self._engines)):
             for unit in engine.units:
                 unit.wait_step()
+        refresh = self._refresh()
+        if refresh is not None:
+            refresh()
 
     def __iter__(self) -> Iterator[Tensor]:
         self._wait()  # so that a copy, dict(state), waits too

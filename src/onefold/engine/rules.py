@@ -117,6 +117,15 @@ def state_after_first_step(rule: Rule, dtype: torch.dtype) -> State:
     return state
 
 
+def same_entry(now: State | None, then: State) -> bool:
+    """True if a parameter's state holds the very values that it held then."""
+    return (
+        now is not None
+        and len(now) == len(then)
+        and all(now.get(key) is value for key, value in then.items())
+    )
+
+
 def is_moment(value: object) -> bool:
     """True for an entry of the probe's state with one element for each of the probe's."""
     return isinstance(value, Tensor) and tuple(value.shape) == (PROBE_NUMEL,)

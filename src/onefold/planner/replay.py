@@ -110,7 +110,8 @@ class Replay:
             case EventKind.END_FORWARD:
                 return schedule.end_forward(Phase.FORWARD)
             case EventKind.BACKWARD:
-                return schedule.enter_backward(calls[event.call])
+                call = calls.get(event.call)  # None: a use before the forward, as by a penalty
+                return [] if call is None else schedule.enter_backward(call)
             case EventKind.GRAD:
                 return schedule.gradient(event.unit, event.call)
             case EventKind.END:

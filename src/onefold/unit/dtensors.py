@@ -112,8 +112,15 @@ def _bookkeeping(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
             like = torch.empty(0, dtype=spec.dtype, device=spec.context.store.device)
             return func(like, *args[1:], **kwargs)
     with torch._C.DisableTorchFunctionSubclass():
-        outputs = run_sharded(func, args, kwargs) if func is Tensor.copy_ else func(*args, **kwargs)
+        outputs = _copy(owner, args, kwargs) if func is Tensor.copy_ else func(*args, **kwargs)
         return as_logical(outputs) if type(outputs) is DTensor else outputs
+
+
+def _copy(owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Copy values into a sharded tensor; refuse plain ones for quantized bytes."""
+    if owner is not None and owner.decoded and args[1].shape != args[0].shape:
+        raise refusals.QUANTIZED_COPY(owner.fqn, list(args[1].shape))
+    return run_sharded(Tensor.copy_, args, kwargs)
 
 
 def _is_into_shards(func: Callable[..., Any], target: Any, unit: Any) -> bool:

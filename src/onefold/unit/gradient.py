@@ -381,7 +381,7 @@ class UnitGradient:
                 self._count_local()
             if self._resting:
                 self._drop_cleared_partials()
-            if self.reduced is not None:
+            if self.reduced is not None and not self._is_discarding:  # results still arrive there
                 self._drop_cleared_means()
 
     def _drop_cleared_partials(self) -> None:

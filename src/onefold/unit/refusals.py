@@ -112,6 +112,11 @@ REPLACED = Refusal(
     "pass the optimizer to onefold.shard, or build optimizers and lists of parameters "
     "from module.parameters() after it",
 )
+QUANTIZED_COPY = Refusal(
+    "the quantized bytes of frozen parameter {!r}",
+    "a tensor of shape {1}",
+    "edit inside `with onefold.unsharded(module, writeback=True):`, or before onefold.shard",
+)
 STALE = Refusal(
     "unsharded parameter {!r} to be used while its module runs",
     "a use after it was sharded again",

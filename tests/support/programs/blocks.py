@@ -277,7 +277,7 @@ class Buffered(nn.Module):
         self.register_buffer("count", torch.tensor(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x * self.scale + self.shift.to(x.dtype)) / self.count
+        return self.inner(x * self.scale.to(x.dtype) + self.shift.to(x.dtype)) / self.count
 
 
 class Experts(nn.Module):
@@ -295,7 +295,8 @@ class Experts(nn.Module):
         chosen, out = gates.argmax(-1), x
         for i, expert in enumerate(self.experts):
             rows = (chosen == i).nonzero().flatten()
-            out = out.index_add(0, rows, expert(x[rows]) * gates[rows, i : i + 1])
+            part = expert(x[rows]) * gates[rows, i : i + 1]
+            out = out.index_add(0, rows, part.to(out.dtype))  # autocast narrows it
         return out
 
 

@@ -128,7 +128,7 @@ class DrawnOperation:
             for name, several in self.choices.items()
             if r.random() < 0.6
         ]
-        return "".join(f", {part}" for part in parts).replace("inf", "float('inf')")
+        return "".join(f", {part}" for part in parts).replace("=inf", "=float('inf')")
 
 
 ZERO = (True, False, None)

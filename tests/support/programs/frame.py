@@ -129,7 +129,8 @@ class Process:
         for operation in self.program.legs[leg].operations:
             operation(self)
         # a stream may keep weights whole, a Trainer may build the module anew
-        changes = {"stream", "trainer"} & self.program.legs[leg].options.keys()
+        changes = {"trainer"} if self.is_plain else {"stream", "trainer"}
+        changes &= self.program.legs[leg].options.keys()
         now = parameters if changes else self.parameters
         if any(a is not b for a, b in zip(parameters, now, strict=True)):
             raise RuntimeError("a parameter was replaced")  # as torch does for a tied module
@@ -177,9 +178,16 @@ class Process:
         if self.program.decay is not None:
             self.average = onefold.ema(self.model, self.program.decay)
         if self.leg:
-            extra = onefold.load(self.checkpoint(self.leg - 1), self.model, self.optimizers)
+            extra = self.load(self.checkpoint(self.leg - 1))
             for schedule, state in zip(self.schedules, extra["schedules"], strict=True):
                 schedule.load_state_dict(state)
+
+    def load(self, folder: str) -> Any:
+        """Load a checkpoint, on all ranks: threads share the generator that each sets again."""
+        extra = onefold.load(folder, self.model, self.optimizers)
+        if dist.is_initialized():
+            dist.barrier()
+        return extra
 
     def _in_folder(self, options: dict[str, Any]) -> dict[str, Any]:
         offload = options.get("offload")
@@ -242,7 +250,10 @@ class Process:
         )
 
     def step(self, zero: bool | None = True) -> None:
-        """Step, and clear gradients: to None, to zeros (False), or not at all (None)."""
+        """Step, and clear gradients: to None, to zeros (False), or not at all (None).
+
+        Steps in backward clear them at once.
+        """
         for optimizer in self.optimizers:
             optimizer.step()
         for schedule in self.schedules:
@@ -252,6 +263,7 @@ class Process:
             self._update_average()
 
     def clear(self, zero: bool | None = True) -> None:
+        zero = zero if self.keeps_gradients else True
         for optimizer in self.optimizers:
             if zero is not None:
                 optimizer.zero_grad(set_to_none=zero)

@@ -27,9 +27,10 @@ from tests.support.programs.frame import Value, differences, distance, run_plain
 Notes = dict[str, Value]
 RunRanks = Callable[..., list[Notes]]
 
-SHIFT = 1e-6
-"""Noise in initial weights: a note may differ by what this noise makes of it."""
-SENSITIVE = 1e-3
+SHIFT, LOSSY_SHIFT = 1e-6, 4e-3
+"""Noise in initial weights: a note may differ by what this noise makes of it. bfloat16 rounds by
+the larger one, which may send a row to another expert."""
+SENSITIVE, SENSITIVE_LOSSY = 1e-3, 0.05
 """Relative: a program of which rounding alone changes a result by more is drawn again."""
 RELATIVE, LOSSY, MOVED = 1e-6, 0.1, 2.0
 DEFECTS = ("wrong", "raw", "hang", "abort")
@@ -121,7 +122,8 @@ def plain(drawn: Drawn) -> tuple[Notes, dict[str, float]]:
     with scratch() as folder:
         try:
             wanted = run_plain(drawn.program(), folder)
-            shifted = run_plain(drawn.program(), folder, SHIFT)
+            noise = LOSSY_SHIFT if drawn.is_lossy else SHIFT
+            shifted = run_plain(drawn.program(), folder, noise)
         except OnefoldError:
             raise
         except Exception as error:
@@ -140,7 +142,7 @@ def bound(name: str, value: Tensor, shifted: Value, drawn: Drawn) -> float:
     """How far a note may be from that of plain torch."""
     scale = max(value.abs().max().item(), 1e-2)
     sensitivity = distance(value, shifted)
-    if sensitivity > (0.2 if drawn.is_narrow else SENSITIVE) * scale:
+    if sensitivity > (SENSITIVE_LOSSY if drawn.is_lossy else SENSITIVE) * scale:
         raise Redrawn(f"rounding alone changes {name} by {sensitivity:.3g}")
     if drawn.is_lossy:
         return max(scale, 1.0) if "grad" in name or " of " in name else MOVED * LOSSY * scale + 0.3
@@ -183,7 +185,7 @@ def has_own_bits(leg: DrawnLeg) -> bool:
 
 
 SUMS = ("micros", "retained", "twice", "jointly", "zero=None", "clip", "layers", "assigned",
-        "input_gradient", "skip_step")  # fmt: skip
+        "input_gradient", "skip_step", "read_numbers")  # fmt: skip
 
 
 def other_options(leg: DrawnLeg) -> tuple[tuple[str, str], ...]:

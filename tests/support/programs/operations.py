@@ -78,6 +78,7 @@ def train_by_closure(p: Process) -> None:
     for optimizer in p.optimizers:
         loss = optimizer.step(closure)
         p.note_mean("loss", torch.as_tensor(loss))
+    p.clear(None)
 
 
 def train_twice(p: Process) -> None:
@@ -238,14 +239,15 @@ def take_gradients(p: Process) -> None:
     """`torch.autograd.grad` of a rank's own loss, averaged by the user."""
     trained = [q for q in p.parameters if q.requires_grad]
     grads = torch.autograd.grad(p.loss(p.batch()), trained, allow_unused=True)
-    for grad in grads:
-        if grad is not None and grad.is_floating_point():
-            p.note_mean("taken", grad)
+    for q, grad in zip(trained, grads, strict=True):
+        if q.is_floating_point():  # another rank may have used it
+            p.note_mean("taken", torch.zeros(q.shape, dtype=q.dtype) if grad is None else grad)
 
 
 def fail_in_forward(p: Process) -> None:
-    """An exception in the middle of a forward, which the user catches."""
-    last = list(p.model.modules())[-1]
+    """An exception in the middle of a forward, on every rank, which the user catches."""
+    last = list(p.model.children())[-1]  # every rank calls it, which may not hold inside a block
+    last = last[-1] if isinstance(last, nn.ModuleList) else last
     hook = last.register_forward_pre_hook(lambda module, args: 1 / 0)
     with suppress(ZeroDivisionError):
         p.loss(p.batch()).backward()
@@ -291,9 +293,11 @@ def read_weights(p: Process, how: str = "full_tensor") -> None:
     else:
         with p.unsharded():
             weights = {n: q.detach().clone() for n, q in p.model.named_parameters()}
+    precision = p.program.legs[p.leg].options.get("precision")
     for name, q in p.model.named_parameters():
         p.note(f"{how} {name}", weights[name])
-        assert q.shape == weights[name].shape
+        # frozen weights in a codec rest as bytes
+        assert q.shape == weights[name].shape or getattr(precision, "frozen", None)
 
 
 def read_states(p: Process) -> None:
@@ -363,7 +367,7 @@ def save_and_return(p: Process) -> None:
     if not p.is_plain:
         for optimizer in p.optimizers:
             optimizer.step()
-        onefold.load(f"{p.folder}/back{p.noted}", p.model, p.optimizers)
+        p.load(f"{p.folder}/back{p.noted}")
     p.model.zero_grad()
 
 
