@@ -33,9 +33,9 @@ class Recorded(Schedule):
         super().__init__(policy, [UnitFacts(1)] * NUM_UNITS)
         self.seen: list[tuple[str, Drive]] = []
 
-    def begin_backward(self, trained: Any) -> None:
+    def begin_backward(self, trained: Any) -> list[Action]:
         self.seen.append(("backward", self.driven))
-        super().begin_backward(trained)
+        return super().begin_backward(trained)
 
     def start(self, trained: Any) -> list[Action]:
         self.seen.append(("start", self.driven))

@@ -220,8 +220,9 @@ class Engine:
             unit.gradient.begin()
         if self.hands.noise is not None:
             self.hands.noise.begin()
-        self.schedule.begin_backward(self._trained())
+        actions = self.schedule.begin_backward(self._trained())
         self.marks.begin("backward", lane=Phase.BACKWARD)
+        self.hands.do(actions)
         if not self.schedule.driven.joins_backwards:
             announce_end(ref(self))
 

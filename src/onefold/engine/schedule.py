@@ -50,6 +50,8 @@ class Schedule:
         self._shown: set[int] = set()  # modules see them
         self.ahead: set[int] = set()  # gathered ahead, and not used since
         self._held: set[int] = set()  # a graph or an output refers to them
+        self._referred: set[int] = set()  # the same, since the last step; graphs may still live
+        self._referred_before: set[int] = set()  # since the step before it
         self._filled: set[int] = set()  # the node's secondary shard is up to date
         self._late: list[int] = []  # to be gathered with the next gradient
         self.builds_graph = False
@@ -150,7 +152,7 @@ class Schedule:
             out.append((Verb.SHOW, unit))
             self._shown.add(unit)
         if is_recorded:
-            self._held.add(unit)
+            self._hold(unit)
         return out
 
     def use(self, unit: int, *, is_recorded: bool) -> tuple[Call, list[Action]]:
@@ -181,15 +183,33 @@ class Schedule:
     def hold(self, unit: int) -> None:
         """A graph or an output refers to the unsharded weights: they stay until backward ends."""
         self.open_calls.hold(unit)
+        self._hold(unit)
+
+    def _hold(self, unit: int) -> None:
         self._held.add(unit)
+        self._referred.add(unit)
 
     # backward
 
-    def begin_backward(self, trained: Sequence[int]) -> None:
-        """Autograd reaches this module's graph. `trained`: parameters of each unit that train."""
+    def begin_backward(self, trained: Sequence[int]) -> list[Action]:
+        """Autograd reaches this module's graph. `trained`: parameters of each unit that train.
+
+        No call announces weights to which a graph refers directly. They were freed if another
+        backward came between, of this graph or of another one. After a step, too, they come, so
+        that the node that made such a reference says that the weights have changed.
+        """
+        out: list[Action] = []
         self.is_backward = True
         self.reductions.begin(trained, self.driven.rests, is_last=self.driven.is_last)
         self.successors.begin(Phase.BACKWARD)
+        if not self.driven.is_suspended:
+            for unit in sorted((self._referred | self._referred_before) - self._held):
+                self._held.add(unit)
+                if unit not in self._fresh and not self.units[unit].is_resident:
+                    self._make_room(unit, out)
+                    self._gather(unit, out)
+                    out += [(Verb.SHOW, unit), (Verb.HIDE, unit)]
+        return out
 
     def expect_backward(self, call: Call) -> None:
         """Note that backward, if it runs, will reach `call`: its outputs are watched."""
@@ -327,6 +347,7 @@ class Schedule:
         """Weights have changed: unsharded weights and secondary shards are out of date."""
         self._fresh.clear()
         self._filled.clear()
+        self._referred_before, self._referred = self._referred, set()
 
     def lost(self, unit: int) -> None:
         """An action on the unit failed: its unsharded weights may have any values."""

@@ -58,7 +58,7 @@ class Replay:
             if event.kind in _OF_BACKWARD and not schedule.is_backward:
                 if stage is not None:
                     schedule.drive(stage.backward)
-                schedule.begin_backward(self._trained)
+                begun += schedule.begin_backward(self._trained)
             if hands is not None:
                 hands.reach(event)
                 flying = schedule.reductions.may_land if event.kind is EventKind.GRAD else None
