@@ -14,10 +14,13 @@ pytestmark = [
 ]
 
 
+COMPARED = ("stage 2", "stage 3, clipping")
+
+
 @pytest.fixture(scope="module")
 def of_each() -> dict[str, tuple[Cost, Cost | None]]:
     """By case, on rank 0 of three."""
-    return run_sim(3, costs, checks_races=False)[0]
+    return run_sim(3, costs, COMPARED, checks_races=False)[0]
 
 
 def test_the_host_waits_for_nothing(of_each):
