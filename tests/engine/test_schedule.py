@@ -219,7 +219,7 @@ class Script:
             assert not hands.landed
 
     def step(self) -> set[int]:
-        stepped = self.schedule.take_stepped()
+        stepped = self.schedule.early_steps.take()
         self.hands.held.clear()
         self.hands.do(self.schedule.rest())
         assert not self.hands.shown

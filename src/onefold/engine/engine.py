@@ -161,7 +161,7 @@ class Engine:
         if not self._is_checked and not self.is_unsharded:
             follow(self)
             self._is_checked = True
-            self.is_undriven = not self.schedule.is_driven and warn_undriven(self.policy)
+            self.is_undriven = not self.schedule.driven.walks_apart and warn_undriven(self.policy)
 
     def join_pipeline(self, pipeline: Pipeline) -> None:
         """The module is a stage: norms and checkpoints are those of the whole model."""

@@ -86,7 +86,7 @@ class Hands:
 
     def take_stepped(self) -> set[int]:
         """Return the units that backward has stepped; their gradients may be read again."""
-        stepped = self.schedule.take_stepped()
+        stepped = self.schedule.early_steps.take()
         for index in stepped:
             self.units[index].gradient.end_step()
         return stepped

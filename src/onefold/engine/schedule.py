@@ -25,6 +25,7 @@ from collections.abc import Hashable, Iterable, Sequence, Set
 from dataclasses import replace
 
 from onefold.engine.driving import NO_UNIT, Action, Drive, Verb
+from onefold.engine.held_units import HeldUnits
 from onefold.engine.policy import Policy, UnitFacts
 from onefold.engine.reductions import Reductions
 from onefold.engine.walks import Call, EarlySteps, ModuleUses, OpenCalls, Phase, Successors
@@ -49,9 +50,7 @@ class Schedule:
         self._fresh: set[int] = set()  # they have the values of the weights at rest
         self._shown: set[int] = set()  # modules see them
         self.ahead: set[int] = set()  # gathered ahead, and not used since
-        self._held: set[int] = set()  # a graph or an output refers to them
-        self._referred: set[int] = set()  # the same, since the last step; graphs may still live
-        self._referred_before: set[int] = set()  # since the step before it
+        self._held = HeldUnits()
         self._filled: set[int] = set()  # the node's secondary shard is up to date
         self._late: list[int] = []  # to be gathered with the next gradient
         self.builds_graph = False
@@ -80,11 +79,6 @@ class Schedule:
         """Leave `units` unsharded until a forward trains, undriven; free others kept so far."""
         return self.drive(replace(self.driven, keeps=units))
 
-    @property
-    def is_driven(self) -> bool:
-        """True while a driver runs the micro-batches of one step among one another."""
-        return self.driven.walks_apart
-
     # forward
 
     def begin_forward(self, phase: Phase) -> list[Action]:
@@ -94,7 +88,7 @@ class Schedule:
             self.successors.begin(phase)
             self.open_calls.begin_walk(self._clock, phase, self.driven)
             self.uses.begin()
-            if phase is Phase.FORWARD and not self.is_driven:  # training goes on
+            if phase is Phase.FORWARD and not self.driven.walks_apart:  # training goes on
                 out += self.keep(frozenset())
             if self.policy.fills_early:
                 for unit, facts in enumerate(self.units):
@@ -152,7 +146,7 @@ class Schedule:
             out.append((Verb.SHOW, unit))
             self._shown.add(unit)
         if is_recorded:
-            self._hold(unit)
+            self._held.hold(unit)
         return out
 
     def use(self, unit: int, *, is_recorded: bool) -> tuple[Call, list[Action]]:
@@ -183,32 +177,20 @@ class Schedule:
     def hold(self, unit: int) -> None:
         """A graph or an output refers to the unsharded weights: they stay until backward ends."""
         self.open_calls.hold(unit)
-        self._hold(unit)
-
-    def _hold(self, unit: int) -> None:
-        self._held.add(unit)
-        self._referred.add(unit)
+        self._held.hold(unit)
 
     # backward
 
     def begin_backward(self, trained: Sequence[int]) -> list[Action]:
-        """Autograd reaches this module's graph. `trained`: parameters of each unit that train.
-
-        No call announces weights to which a graph refers directly. They were freed if another
-        backward came between, of this graph or of another one. After a step, too, they come, so
-        that the node that made such a reference says that the weights have changed.
-        """
+        """Autograd reaches this module's graph. `trained`: parameters of each unit that train."""
         out: list[Action] = []
         self.is_backward = True
         self.reductions.begin(trained, self.driven.rests, is_last=self.driven.is_last)
         self.successors.begin(Phase.BACKWARD)
-        if not self.driven.is_suspended:
-            for unit in sorted((self._referred | self._referred_before) - self._held):
-                self._held.add(unit)
-                if unit not in self._fresh and not self.units[unit].is_resident:
-                    self._make_room(unit, out)
-                    self._gather(unit, out)
-                    out += [(Verb.SHOW, unit), (Verb.HIDE, unit)]
+        for unit in self._held.recall():
+            if unit not in self._fresh:
+                out += self.show(unit, is_recorded=False)
+                self._hide(unit, out, frees=False)
         return out
 
     def expect_backward(self, call: Call) -> None:
@@ -339,15 +321,11 @@ class Schedule:
         out.append((Verb.REST, NO_UNIT))
         return out
 
-    def take_stepped(self) -> set[int]:
-        """The optimizer's step begins: return the units that were stepped in backward already."""
-        return self.early_steps.take()
-
     def stepped(self) -> None:
         """Weights have changed: unsharded weights and secondary shards are out of date."""
         self._fresh.clear()
         self._filled.clear()
-        self._referred_before, self._referred = self._referred, set()
+        self._held.step()
 
     def lost(self, unit: int) -> None:
         """An action on the unit failed: its unsharded weights may have any values."""

@@ -44,7 +44,7 @@ class Replay:
         """Play a step without executing it: the schedule then knows the order of use."""
         for micro in range(num_microbatches):
             self.micro_batch(None, is_last=micro + 1 == num_microbatches)
-        self._schedule.take_stepped()
+        self._schedule.early_steps.take()
         self._schedule.rest()
         self._schedule.stepped()
 

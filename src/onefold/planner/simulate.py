@@ -109,7 +109,7 @@ def simulate(
             hands.begin(micro)
             replay.micro_batch(hands, is_last=micro + 1 == run.accumulate)
         hands.finish()
-        stepped = schedule.take_stepped()
+        stepped = schedule.early_steps.take()
         hands.do(schedule.rest())
         hands.step(is_far, stepped)
         schedule.stepped()
