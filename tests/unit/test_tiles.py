@@ -106,6 +106,31 @@ def test_tiles_compute_in_bf16(tmp_path):
     assert losses == pytest.approx(run(None)(0)[0], rel=3e-2)
 
 
+class AsItsWeight(nn.Module):
+    """A layer whose inputs take the dtype that its weight names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low = nn.Linear(8, 8, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.low(x.to(self.low.weight.dtype)).to(x.dtype)
+
+
+def test_inputs_in_the_dtype_that_a_tiled_weight_names_are_cast_to_that_of_compute():
+    def body(rank: int, **options: Any) -> Tensor:
+        module = seeded(AsItsWeight)
+        onefold.shard(module, stage=3, precision=torch.bfloat16, **options)
+        module(torch.ones(2, 8)).sum().backward()
+        return module.low.weight.grad.full_tensor()
+
+    (whole, _), (tiled, _) = (
+        run_ranks(2, lambda rank, options=options: body(rank, **options))
+        for options in ({}, {"offload": Offload(tile=64)})
+    )
+    torch.testing.assert_close(tiled, whole, rtol=1e-2, atol=0)
+
+
 def test_a_tiled_weight_is_never_whole(tmp_path):
     def body(rank: int) -> None:
         module = seeded(lambda: nn.Sequential(nn.Linear(64, 4096), nn.Linear(4096, 8)))

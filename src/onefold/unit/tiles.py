@@ -106,6 +106,8 @@ class TiledWeight:
         )
 
     def _linear(self, x: Tensor, weight: object, bias: Tensor | None = None) -> Tensor:
+        if x.dtype == self.parameter.spec.dtype:  # which `weight.dtype` says, outside of tiles
+            x = x.to(self.dtype)
         y: Tensor = _Linear.apply(x, self._anchor(), self)  # type: ignore[no-untyped-call]
         return y if bias is None else y + bias
 
