@@ -80,6 +80,7 @@ class FlatStep:
         self._imported: dict[UnitParameter, State] = {}
         self._shown: dict[UnitParameter, State] = {}
         self.rounded: set[Unit] = set()
+        self._is_behind = False  # steps began whose values the states do not show yet
         self._own: list[Tensor] = []  # flat states [own rows of a unit], to be stepped in place
 
     def import_state(self, parameter: UnitParameter, state: State) -> None:
@@ -167,6 +168,7 @@ class FlatStep:
             for flats, rule in zip(self._flat_groups(unit, members), rules, strict=True):
                 segments += [_segment(flat, rule) for flat in flats]
         unit.begin_step(UnitStep(unit, segments))
+        self._is_behind = True
 
     def leave(self, state: dict[Tensor, State]) -> dict[UnitParameter, State]:
         """Return each parameter's state; views are made again where a step replaced a value."""
@@ -177,10 +179,15 @@ class FlatStep:
                 flat.state = after
                 flat.state = self._seen(flat, self._rows and Tensor)
                 self._shown.pop(flat.parameters[0], None)
-        self.refresh()
+        self._show_replaced()
         return self._shown
 
-    def refresh(self) -> dict[UnitParameter, State]:
+    def catch_up(self) -> dict[UnitParameter, State]:
+        """Steps in the background are over: return the parameters' states that they changed."""
+        is_behind, self._is_behind = self._is_behind, False
+        return self._show_replaced() if is_behind else {}
+
+    def _show_replaced(self) -> dict[UnitParameter, State]:
         """Show values that steps have replaced; return the parameters' states that changed."""
         changed: dict[UnitParameter, State] = {}
         for flat in (flat for _, cut in self._cuts.values() for flats in cut for flat in flats):

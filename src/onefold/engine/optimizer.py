@@ -358,7 +358,7 @@ class OptimizerBinding:
     def _refresh(self) -> None:
         """Show the numbers of steps that ran in the background and are over."""
         if isinstance(self._strategy, FlatStep):
-            changed = self._strategy.refresh()
+            changed = self._strategy.catch_up()
             self._shown |= _copied({p.sharded: state for p, state in changed.items()})
 
     def _count_states(self, state: dict[Tensor, State]) -> None:

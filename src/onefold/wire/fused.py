@@ -221,10 +221,9 @@ def adopt(weight: Tensor, master: Tensor) -> bool:
 
     def begin() -> bool:
         programs = -(-weight.numel() // PROGRAM_NUMEL)
-        flat, constants = weight.view(torch.uint16), {"block": PROGRAM_NUMEL}
-        kernels.module.launch(
-            kernels.module.adopt, programs, flat, master, weight.numel(), **constants
-        )
+        flat, numel = weight.view(torch.uint16), weight.numel()
+        kernel, launch = kernels.module.adopt, kernels.module.launch
+        launch(kernel, programs, flat, master, numel, block=PROGRAM_NUMEL)
         return True
 
     return kernels.attempt("adopt", begin) is True
