@@ -94,9 +94,9 @@ def other_evaluations(rank, module, optimizer, folder):
 
 DIFFERENCES = {
     other_experts: "gather of unit 'experts.",
-    other_experts_later: "forward, gather of unit '",
-    other_experts_in_layered_order: "gather of unit '",
-    other_calls: ": onefold.save",
+    other_experts_later: "rank 2: forward, gather of unit '",
+    other_experts_in_layered_order: "of unit 'experts.",
+    other_calls: "rank 0: onefold.save",
     other_evaluations: "evaluation forward, gather of unit 'experts.",
 }
 
@@ -106,9 +106,13 @@ def differ(rank, folder):
         module, optimizer = start(folder)
         with pytest.raises(onefold.WireError) as raised:
             body(rank, module, optimizer, folder)
-        said = str(raised.value)
-        if "expected all ranks in the same collective" not in said or words not in said:
+        said = [""] * 3
+        dist.all_gather_object(said, str(raised.value))
+        if not all("expected all ranks in the same collective" in each for each in said):
             raise AssertionError(f"{body.__name__}: {said}")
+        (listed,) = [each for each in said if "ranks that wait for one another" in each]
+        if words not in listed:
+            raise AssertionError(f"{body.__name__}: {listed}")
         begun = time.monotonic()
         del module, optimizer, raised
         gc.collect()

@@ -8,31 +8,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
 
 import onefold
 from onefold.engine.registry import engine_of
 from tests.sim import device
-from tests.sim.training import on_device
+from tests.sim.training import Recomputing, on_device
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import seeded
 
 MESSAGES = ("all_gather", "all_to_all", "broadcast", "all_reduce", "reduce_scatter")
 MESSAGES = (*MESSAGES, "group of collectives")
 STEPS = 4
-
-
-class Recomputing(Model):
-    """Blocks that keep nothing for backward."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return self.head(self.norm(x))
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -57,11 +46,14 @@ class Cost:
 
 
 def of_onefold(case: dict[str, Any]) -> Cost:
+    """Of Onefold, whose last step has no race."""
     options = dict(case)
     clip, module = options.pop("clip", None), seeded(options.pop("model", Model))
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     onefold.shard(module, optimizer, **options)
-    return _last_step(module, optimizer, clip, len(engine_of(module).units))
+    cost = _last_step(module, optimizer, clip, len(engine_of(module).units))
+    device.check()
+    return cost
 
 
 def of_fsdp2(case: dict[str, Any]) -> Cost:

@@ -90,9 +90,6 @@ def trained_blocks() -> Named:
     return dict(model.named_parameters())
 
 
-STAGES = {"tensors": (1, 3), "1F1B": (1,)}
-"""Of the other axes stage 3."""
-
 PIPES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 AXES: dict[str, tuple[Callable[..., Named], Callable[[], Named]]] = {
     "experts": (with_experts, lambda: experts.plain_weights_after(moe(1))),
@@ -101,12 +98,14 @@ AXES: dict[str, tuple[Callable[..., Named], Callable[[], Named]]] = {
     **{kind: (partial(with_stages, kind), trained_blocks) for kind in PIPES},
 }
 
+STAGES = {name: (3,) for name in AXES} | {"tensors": (1, 3), "1F1B": (1,)}
+
 
 def every_axis(rank: int) -> dict[tuple[str, int], Named]:
     """Each axis at each stage, without a race."""
     results = {}
     for name, (body, _) in AXES.items():
-        for stage in STAGES.get(name, (3,)):
+        for stage in STAGES[name]:
             results[name, stage] = body(rank, stage)
             try:
                 check()
@@ -124,7 +123,7 @@ def of_ranks() -> list[dict[tuple[str, int], Named]]:
 @pytest.mark.parametrize("name", AXES)
 def test_an_axis_has_the_weights_of_one_process(name: str, of_ranks: Any) -> None:
     wanted = AXES[name][1]()
-    for stage in STAGES.get(name, (3,)):
+    for stage in STAGES[name]:
         found: Named = {}
         for results in of_ranks:  # a rank of a pipeline has its stages alone
             for parameter, value in results[name, stage].items():

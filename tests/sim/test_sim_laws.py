@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import onefold
 from onefold import Offload, Wire
 from tests.sim import building
 from tests.sim.device import BACKENDS, check
 from tests.sim.ranks import run_sim
-from tests.sim.training import device, on_device, step, train_sim
+from tests.sim.training import Recomputing, device, on_device, step, train_sim
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import seeded
 from tests.support.training import Job, Result, assert_close, assert_same_bits, run_job, train_plain
@@ -28,16 +27,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.skipif(building.missing() is not None, reason=f"needs {building.missing()}"),
 ]
-
-
-class Recomputing(Model):
-    """Blocks that keep nothing for backward."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return self.head(self.norm(x))
 
 
 class Adapted(Model):

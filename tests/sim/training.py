@@ -10,10 +10,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import onefold
+from tests.support.models import Model
 from tests.support.ranks import seeded
 from tests.support.training import Job, Result, cut
+
+
+class Recomputing(Model):
+    """Blocks that keep nothing for backward."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(self.norm(x))
 
 
 def device() -> torch.device:

@@ -29,9 +29,20 @@ class Calls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class Scaled(Model):
+    """Its scale has one row, so most ranks have none of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1, 50))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * self.scale
+
+
 def model(world: int, rank: int, stage: int) -> nn.Module:
     """A model with gradients, of this rank's rows."""
-    built = seeded(Model)
+    built = seeded(Scaled)
     if world > 1:
         onefold.shard(built, stage=stage)
     next_token_loss(built, cut(token_batches(steps=1)[0], world)[rank]).backward()
@@ -56,7 +67,7 @@ def clipped(
 @pytest.mark.parametrize("foreach", [None, True, False])
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 def test_gradients_are_clipped_as_in_one_process(stage, foreach, norm_type):
-    """In a world of three no rank but the first has a row of a parameter of one."""
+    """Also where two of three ranks have no row of a parameter."""
     options = {"norm_type": norm_type, "foreach": foreach}
     norm, wanted, _ = clipped(0, 1, stage, **options)
     for found, grads, _ in run_ranks(3, lambda r: clipped(r, 3, stage, **options)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -252,30 +253,24 @@ def test_a_gradient_that_a_user_keeps_is_not_overwritten(stage, kept):
     run_ranks(2, body)
 
 
-def test_tags_of_many_messages_and_of_groups_of_any_size_are_all_compared(monkeypatch):
+@pytest.mark.parametrize("wrong", [None, 0, 3, 6])
+def test_tags_of_many_messages_and_of_groups_of_any_size_are_all_compared(wrong, monkeypatch):
     """A board that is full is checked, and one of more ranks takes its place: no tag is lost."""
-    board = context_module.TagBoard()
     monkeypatch.setattr(context_module, "BOARD_NOTES", 4)
-    mixed = []
-    group = SimpleNamespace(watch=None)
     context: Any = SimpleNamespace(
-        transport=SimpleNamespace(group=group),
+        transport=SimpleNamespace(group=SimpleNamespace(watch=None)),
         named=lambda rank: f"rank {rank}",
-        mixed=lambda *words: mixed.append(words) or WireError(str(words)),
+        mixed=lambda *words: WireError(" of ".join(words)),
     )
-    for ranks in (2, 5, 3, 5):
+    board = context_module.TagBoard()
+    for ranks in (2, 5, 3):
+        for _ in range(7):
+            board.note(context, "gather", "before", torch.full((ranks,), 9.0).bfloat16(), 9)
+    expected = (
+        nullcontext() if wrong is None else pytest.raises(WireError, match=f"{wrong} of rank 1")
+    )
+    with expected:
         for number in range(7):
-            tags = torch.full((ranks,), 9.0, dtype=torch.bfloat16)
+            tags = torch.tensor([9.0, 8.0 if number == wrong else 9.0, 9.0])
             board.note(context, "gather", f"unit {number}", tags, 9)
-    board.check(waits=True)
-    assert mixed == []
-    for at in (0, 3, 6):
-        for number in range(7):
-            tags = torch.full((3,), 9.0)
-            tags[1] = 8.0 if number == at else 9.0
-            board.note(context, "gather", f"unit {number}", tags, 9)
-            if number == 6:
-                with pytest.raises(WireError):
-                    board.check(waits=True)
-        assert mixed.pop() == ("gather", f"unit {at}", "rank 1")
-        board = context_module.TagBoard()
+        board.check(waits=True)
