@@ -41,12 +41,14 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Budgets(Path(path).absolute()))
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out cases of large grids; skip GPU tests, with the reason, where there is no GPU."""
     if config.getoption("--grid") == "rows":
         left_out = grids.left_out(items)
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=list(left_out))
+        grids.leave_to_again(items)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device, found none")

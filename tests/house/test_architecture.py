@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,9 @@ COLLECTIVES = {
 }  # fmt: skip
 
 
-TREES = {path: ast.parse(path.read_text()) for path in FILES}
+@cache
+def trees() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for path in FILES}
 
 
 def at(path: Path, node: ast.AST | None = None) -> str:
@@ -45,7 +48,7 @@ def test_files_and_functions_stay_short():
     ]
     functions = [
         f"{at(path, node)} {node.name} has {length(node)} lines"
-        for path, tree in TREES.items()
+        for path, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef) and length(node) > MAX_FUNCTION_LINES
     ]
@@ -56,7 +59,7 @@ def test_files_and_functions_stay_short():
 def test_every_module_says_what_it_is_for():
     silent = [
         at(path)
-        for path, tree in TREES.items()
+        for path, tree in trees().items()
         if path.name != "__main__.py" and not ast.get_docstring(tree)
     ]
     assert silent == []
@@ -82,7 +85,10 @@ def names_a_device(node: ast.AST) -> bool:
 def test_streams_and_devices_are_named_in_one_file():
     """What a simulated accelerator has to replace, and where every wait of a stream begins."""
     naming = {
-        at(path) for path, tree in TREES.items() for node in ast.walk(tree) if names_a_device(node)
+        at(path)
+        for path, tree in trees().items()
+        for node in ast.walk(tree)
+        if names_a_device(node)
     }
     assert naming == {"tier/accelerator.py"}
 
@@ -109,7 +115,7 @@ def test_the_house_rules_hold():
     """No hasattr, no global, no star import, no environment variable in the engine's rooms."""
     broken = [
         at(path, node)
-        for path, tree in TREES.items()
+        for path, tree in trees().items()
         for node in ast.walk(tree)
         if breaks_a_rule(node, room_of(path))
     ]
@@ -128,7 +134,7 @@ def is_collective(node: ast.AST) -> bool:
 def test_only_one_file_of_the_library_calls_collectives():
     calls = [
         at(path, node)
-        for path, tree in TREES.items()
+        for path, tree in trees().items()
         if path.name != "collectives.py" and room_of(path) not in ("app", "ranks")
         for node in ast.walk(tree)
         if is_collective(node)

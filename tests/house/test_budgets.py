@@ -35,6 +35,23 @@ def test_alone(): ...
 """
 
 
+EVERY = """
+import pytest
+
+@pytest.mark.every(2)
+@pytest.mark.parametrize("model", range(4))
+@pytest.mark.parametrize("mode", list("abc"))
+def test_grid(model, mode): ...
+
+@pytest.mark.every(3, 2)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_alone(stage): ...
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_whole(stage): ...
+"""
+
+
 def test_a_file_is_over_its_budget_by_its_share_whatever_the_speed():
     budgets = {"a.py": 10.0, "b.py": 30.0, "c.py": 1.0}
     assert overruns({name: 4 * cpu_s for name, cpu_s in budgets.items()}, budgets) == []
@@ -60,6 +77,20 @@ def test_rows_of_a_grid_hold_each_world_size_stage_and_combination_of_the_others
     assert len(axes) == 3
     assert [row["size"] for row in rows if "size" in row] == [1]
     assert len(rows) == len(grid) + len(axes) + 2 + 1
+
+
+def test_one_of_so_many_cases_stays_and_each_value_that_cases_share(pytester):
+    pytester.makepyfile(test_it=EVERY)
+    items, _ = pytester.inline_genitems()  # in any order
+    grids.leave_to_again(items)
+    stay = [item for item in items if not item.get_closest_marker("again")]
+    assert sorted(item.name for item in stay if item.name.startswith(("test_a", "test_w"))) == [
+        "test_alone[3]", "test_whole[0]", "test_whole[1]", "test_whole[3]",
+    ]  # fmt: skip
+    rows = [item.callspec.params for item in stay if item.name.startswith("test_grid")]
+    assert {row["model"] for row in rows} == set(range(4))
+    assert {row["mode"] for row in rows} == set("abc")
+    assert 6 <= len(rows) <= 8
 
 
 def test_a_test_that_is_left_out_names_one_that_make_test_runs_and_that_keeps_its_law():

@@ -37,6 +37,7 @@ def squares(batches: list[Tensor], number: int) -> Tensor:
     return torch.stack([p.grad.double().square().sum() for p in alone.parameters()]).sum()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("stage", "run", "choices"),
     [

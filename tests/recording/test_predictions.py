@@ -100,6 +100,7 @@ def trained(
     return onefold.report(model)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", MODELS)
@@ -116,6 +117,7 @@ def test_a_model_with_an_optimizer_that_came_after_shard_holds_what_was_predicte
     run_ranks(world_size, body)
 
 
+@pytest.mark.every(2, 1)
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", MODELS)
@@ -135,6 +137,7 @@ def test_adapters_that_were_merged_inside_unsharded_hold_what_was_predicted(
     run_ranks(world_size, body)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("clears", [False, True], ids=["grads kept", "grads cleared"])
 @pytest.mark.parametrize("sharding", [
@@ -190,6 +193,7 @@ def test_a_report_says_why_a_run_holds_less_than_predicted():
     run_ranks(2, body)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_one_rank_that_sums_two_backwards_holds_what_was_predicted(name):
     """Accelerate accumulates so on one rank, without a word to the module."""

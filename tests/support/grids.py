@@ -4,6 +4,8 @@ Of a test over world sizes or stages and over other choices, each combination of
 one of them, in turn; each world size and each stage runs. The marks `half` and `corner` keep a case
 in one of two and in one of four tests; `seldom(keeper)` leaves a case to the full grid, and names a
 test that keeps the same law at less cost.
+
+`every(number, first)`: `make test` runs one case of so many, and `make again` the others.
 """
 
 from __future__ import annotations
@@ -31,6 +33,30 @@ def left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
         elif isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             grids[name].append(item)
     return seldom.union(*(set(cases) - set(_rows(cases)) for cases in grids.values()))
+
+
+def leave_to_again(items: Iterable[pytest.Item]) -> None:
+    """Mark cases of tests with `every` by `again`: all but one of so many.
+
+    Of each value that several cases share, one case stays.
+    """
+    tests = defaultdict[str, list[pytest.Function]](list)
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("every"):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for name, shuffled in tests.items():
+        cases = sorted(shuffled, key=lambda case: tuple(case.callspec.indices.values()))
+        mark = cases[0].get_closest_marker("every")
+        assert mark is not None
+        number, first = (*mark.args, 0)[:2]
+        values = {case: set(_numbers(case, cases)) for case in cases}
+        uses = Counter(value for case in cases for value in values[case])
+        stays, shown = cases[first::number], set[tuple[str, int]]()
+        for case in (*stays, *cases):
+            if case in stays or any(uses[value] > 1 for value in values[case] - shown):
+                shown |= values[case]
+            else:
+                case.add_marker(pytest.mark.again(name))
 
 
 def _rows(cases: Sequence[pytest.Function]) -> list[pytest.Function]:

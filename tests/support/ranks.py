@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
+from tests.support import meeting as meeting  # takes the place of torch's
 from tests.support.forking import HANG_S, await_ended_threads
 
 WARM = ("tests.support.ranks", "onefold.api", "torch._dynamo")
