@@ -14,6 +14,10 @@ from torch import Tensor, nn
 
 import onefold
 from onefold import Offload, Wire
+from onefold.layout.ledger import Ledger
+from onefold.tier.cpu import CopyStream
+from onefold.tier.slots import SlotPool
+from onefold.tier.step_device import HostStep
 from tests.sim import building
 from tests.sim.device import BACKENDS, check
 from tests.sim.ranks import run_sim
@@ -179,6 +183,86 @@ def test_quantized_messages_train_as_on_the_cpu():
                 torch.testing.assert_close(
                     rank[word, stage].losses, wanted.losses, rtol=5e-3, atol=0
                 )
+
+
+def in_unsharded(module: nn.Module, name: str) -> None:
+    with onefold.unsharded(module, writeback=True):
+        module.get_parameter(name).mul_(0.5)
+
+
+EDITS: dict[str, Callable[[nn.Module, str], Any]] = {
+    "in place": lambda module, name: module.get_parameter(name).mul_(0.5),
+    "of .data": lambda module, name: module.get_parameter(name).data.mul_(0.5),
+    "of a list": lambda module, name: torch._foreach_mul_([module.get_parameter(name)], 0.5),
+    "by a copy": lambda module, name: module.get_parameter(name).copy_(
+        0.5 * module.get_parameter(name).full_tensor()
+    ),
+    "in unsharded": in_unsharded,
+}
+
+
+def halved(module: nn.Module, tokens: Tensor, name: str, edit: Callable[..., Any]) -> bool:
+    """An edit right behind a backward, which the device has not run yet."""
+    before = module.get_parameter(name).full_tensor()
+    next_token_loss(module, tokens).backward()
+    with torch.no_grad():
+        edit(module, name)
+    return torch.equal(module.get_parameter(name).full_tensor(), 0.5 * before)
+
+
+def edited(rank: int) -> dict[str, bool]:
+    """Edits of weights in CPU memory, from which copies to the device are still to run."""
+    module = seeded(Model)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.0)
+    onefold.shard(module, optimizer, stage=3, offload=Offload(optimizer="cpu", parameters="cpu"))
+    tokens, name = on_device(token_batches()[0]), "blocks.0.up.weight"
+    kept = {"of kept .data": module.get_parameter(name).data}
+    kept["of a state dict"] = module.state_dict()[name]
+    edits = EDITS | {way: lambda *_, kept=tensor: kept.mul_(0.5) for way, tensor in kept.items()}
+    found = {}
+    for way, edit in edits.items():
+        found[way] = halved(module, tokens, name, edit)
+        try:
+            check()
+        except AssertionError as error:
+            error.add_note(way)
+            raise
+        optimizer.zero_grad()
+    return found
+
+
+def test_an_edit_of_weights_waits_for_copies_that_read_them():
+    for found in run_sim(2, edited, max_us=2000, share=1.0):
+        assert len(found) == len(EDITS) + 2
+        assert all(found.values()), found
+
+
+def refilled(rank: int) -> None:
+    """The host fills a slot again, whose bytes are on their way to the device."""
+    step = HostStep(SlotPool.on_host(Ledger()), device())
+    for value in (1.0, 2.0):
+        with step.lend(4096, fills_by_host=True) as slot, step.working(None):
+            values = slot.tensor(1024, torch.float32).fill_(value)
+            on_device = values.to(device(), non_blocking=True)
+            step.leave(slot)
+    del on_device
+
+
+def test_a_slot_that_the_disk_fills_has_been_read():
+    run_sim(1, refilled, backend=None)
+
+
+def ended(rank: int) -> bool:
+    copies = CopyStream(device())
+    with copies:
+        copies.copy([torch.empty(1000, device=device())], [torch.ones(1000).pin_memory()])
+    event = copies.mark()
+    del copies
+    return event.query()
+
+
+def test_a_stream_of_copies_ends_after_them():
+    assert run_sim(1, ended, backend=None, max_us=20_000, share=1.0) == [True]
 
 
 def save_and_resume(rank: int, folder: str) -> tuple[Result, Result]:

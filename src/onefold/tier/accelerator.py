@@ -113,6 +113,12 @@ def wait(event: Event, device: torch.device) -> None:
     current(device).wait_event(event)
 
 
+def finish(event: Event) -> None:
+    """Wait, on the host, for an event that is not over yet."""
+    if not event.query():
+        event.synchronize()
+
+
 def synchronize(device: torch.device) -> None:
     """Wait, on the host, for all work that is queued on any stream of a device; not for the CPU."""
     if device.type != "cpu":
@@ -167,8 +173,8 @@ class Fetched:
 
     def read(self) -> Tensor:
         """Return the numbers in host memory; the host waits until they are there."""
-        if self._event is not None and not self._event.query():
-            self._event.synchronize()
+        if self._event is not None:
+            finish(self._event)
         return self._copy
 
 

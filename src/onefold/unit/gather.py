@@ -127,15 +127,17 @@ class UnitGather:
             with copies:
                 ticket = self._begin(message, plan, label)
         except BaseException:
+            rows.leave_by(copies.mark())
             rows.give_back()
             raise
-        await_copies = copies.mark()
+        copied = copies.mark()
+        rows.leave_by(copied)
 
-        def copied() -> None:
-            await_copies()
+        def arrived() -> None:
+            copies.follow(copied)
             rows.give_back()
 
-        return ticket.then(copied)
+        return ticket.then(arrived)
 
     def _begin(self, message: Buffer, plan: GatherPlan, label: str) -> Ticket:
         weights, own = self.weights, self._rows_to_send()
@@ -188,7 +190,7 @@ class UnitGather:
         weights = self.weights
         with torch.no_grad():
             try:
-                weights.wait_step()
+                weights.join_step(raises=True)
                 bring()
             except TierError as error:
                 weights.note_failure(error)

@@ -167,7 +167,7 @@ class TiledWeight:
         own = room.tensor[before : before + tile.own[1] - tile.own[0]]
         tags = room.tensor[numel : numel + world_size]
         if world_size == 1 and self._gather.weights.weight.far is not None:
-            self._gather.weights.wait_step()
+            self._gather.weights.join_step(raises=True)
             return Ticket([context.tiers.fetchers.give(lambda: self._copy_near(tile.own, own))])
         self._gather.bring_and_tag(lambda: self._copy_near(tile.own, own), tags, rank)
         if world_size == 1:
