@@ -22,7 +22,7 @@ import onefold
 from onefold.engine.registry import engine_of
 from onefold.unit.unit import Unit
 from tests.sim import device
-from tests.sim.training import Recomputing, on_device
+from tests.sim.training import Recomputing, Spared, on_device
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import seeded
 
@@ -40,6 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
     "stage 3 in bf16": {"stage": 3, "precision": "bf16"},
     "stage 3, clipping": {"stage": 3, "clip": 1.0},
     "stage 3, recompute": {"stage": 3, "model": Recomputing},
+    "stage 3, unused parameters": {"stage": 3, "model": Spared},
     "stage 3, weights in CPU memory": {"stage": 3, "offload": WEIGHTS},
 }
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import onefold
 from onefold import Offload, Wire
@@ -19,9 +21,10 @@ from onefold.tier.cpu import CopyStream
 from onefold.tier.slots import SlotPool
 from onefold.tier.step_device import HostStep
 from tests.sim import building
-from tests.sim.device import BACKENDS, check
+from tests.sim import device as sim
+from tests.sim.device import BACKENDS, check, host_waits
 from tests.sim.ranks import run_sim
-from tests.sim.training import Recomputing, device, on_device, step, train_sim
+from tests.sim.training import Recomputing, Spared, device, on_device, step, train_sim
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import seeded
 from tests.support.training import Job, Result, assert_close, assert_same_bits, run_job, train_plain
@@ -263,6 +266,46 @@ def ended(rank: int) -> bool:
 
 def test_a_stream_of_copies_ends_after_them():
     assert run_sim(1, ended, backend=None, max_us=20_000, share=1.0) == [True]
+
+
+def spared(rank: int, stage: int, mesh: tuple[int, int] | None) -> tuple[int, int]:
+    """Waits of the host in a steady step: of the rank's backward, and of its optimizer's step."""
+    module, plain = seeded(Spared), seeded(Spared)
+    for block in (*module.blocks, *plain.blocks):
+        block.uses_rare = rank == 0
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    axes = None if mesh is None else init_device_mesh("sim", mesh, mesh_dim_names=("node", "rank"))
+    onefold.shard(module, optimizer, stage=stage, mesh=axes)
+    tokens = token_batches()[0]
+    next_token_loss(plain, tokens).backward()
+    on_sim = on_device(tokens)
+    for _ in range(3):
+        optimizer.zero_grad()
+        torch.accelerator.synchronize()
+        sim.native.reset()
+        next_token_loss(module, on_sim).backward()
+        waits = sum(host_waits().values())
+        grads = {name: parameter.grad for name, parameter in module.named_parameters()}
+        optimizer.step()
+    check()
+    in_step = sum(host_waits().values()) - waits
+    for name, grad in grads.items():
+        assert (grad is None) == name.endswith(".spare"), (name, grad)
+    wanted = [plain.blocks[0].rare.grad if rank == 0 else torch.zeros(16)]
+    dist.all_reduce(wanted[0])
+    rare = grads["blocks.0.rare"]
+    rare = (rare.full_tensor() if stage else rare).cpu()
+    torch.testing.assert_close(rare, wanted[0] / dist.get_world_size())
+    return waits, in_step
+
+
+@pytest.mark.parametrize(
+    ("stage", "mesh"), [(0, None), (2, None), (3, None), (3, (2, 2)), (2, (2, 2))]
+)
+def test_unused_parameters_of_all_units_cost_one_wait_of_a_backward(stage, mesh):
+    """Whether another rank has used a parameter, the host learns when all are reduced."""
+    for rank in run_sim(4 if mesh else 2, spared, stage, mesh):
+        assert rank in ((1, 0), (0, 0))
 
 
 def save_and_resume(rank: int, folder: str) -> tuple[Result, Result]:
