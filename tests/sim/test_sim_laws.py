@@ -16,12 +16,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import onefold
 from onefold import Offload, Wire
+from onefold.compose import routes
 from onefold.layout.ledger import Ledger
 from onefold.tier.cpu import CopyStream
 from onefold.tier.slots import SlotPool
 from onefold.tier.step_device import HostStep
 from tests.sim import building
 from tests.sim import device as sim
+from tests.sim.counting import MESSAGES
 from tests.sim.device import BACKENDS, check, host_waits
 from tests.sim.ranks import run_sim
 from tests.sim.training import Recomputing, Spared, device, on_device, step, train_sim
@@ -306,6 +308,28 @@ def test_unused_parameters_of_all_units_cost_one_wait_of_a_backward(stage, mesh)
     """Whether another rank has used a parameter, the host learns when all are reduced."""
     for rank in run_sim(4 if mesh else 2, spared, stage, mesh):
         assert rank in ((1, 0), (0, 0))
+
+
+def looped(rank: int, loops: bool) -> tuple[list[Result], list[int]]:
+    """A rank alone at each stage, and the messages of its steps."""
+    routes.LOOPS = loops
+    results, messages = [], []
+    for stage in range(4):
+        sim.native.reset()
+        results.append(train_sim(rank, job(Spared, rows=4, clip=0.1), 1, stage))
+        counts = sim.native.counts()
+        messages.append(sum(counts.get(kind, 0) for kind in MESSAGES))
+        check()
+    return results, messages
+
+
+def test_one_rank_that_sends_to_itself_trains_bit_for_bit_as_one_that_does_not():
+    """One GPU runs the whole transport in whole steps."""
+    (alone, none), (own, some) = [run_sim(1, looped, each)[0] for each in (False, True)]
+    for one, other in zip(own, alone, strict=True):
+        assert_same_bits(one, other)
+    assert not any(none)
+    assert all(some)
 
 
 def save_and_resume(rank: int, folder: str) -> tuple[Result, Result]:

@@ -232,7 +232,7 @@ class UnitGradient:
         self.unit.join_step()  # it may still read the rows that are written now
         if self._is_consumed and parameters:
             self.check_there(parameters[0])
-        if self._spec.context.world_size == 1:
+        if not self._spec.context.exchanges:
             self._due.clear()
             return Ticket(finish=partial(self._keep_local, parameters))
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
@@ -313,7 +313,7 @@ class UnitGradient:
     def _show_users(self, landed: Landed) -> None:
         """Show the mean of parameters that some rank used: now, if the host knows these."""
         if not self.reduction.sees_all:
-            landed.users = self.reduction.users(landed.users)
+            landed = Landed(landed.parameters, self.reduction.users(landed.users), landed.mean)
         self._late = landed
         if isinstance(landed.users, list):
             self.show_late()

@@ -58,7 +58,7 @@ class MeanRows:
     fresh: list[bool]  # True: the mean replaces the rows; False: it is added to them
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Landed:
     """The result of a reduction's first hop."""
 
