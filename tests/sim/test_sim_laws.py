@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,7 @@ import onefold
 from onefold import Offload, Wire
 from onefold.compose import routes
 from onefold.layout.ledger import Ledger
+from onefold.mixed.speeds import EVERY, WARM_STEPS, measure
 from onefold.tier.cpu import CopyStream
 from onefold.tier.slots import SlotPool
 from onefold.tier.step_device import HostStep
@@ -308,6 +310,32 @@ def test_unused_parameters_of_all_units_cost_one_wait_of_a_backward(stage, mesh)
     """Whether another rank has used a parameter, the host learns when all are reduced."""
     for rank in run_sim(4 if mesh else 2, spared, stage, mesh):
         assert rank in ((1, 0), (0, 0))
+
+
+def measured(rank: int) -> tuple[int, int, float]:
+    """Waits of the host while each step is timed and speeds are exchanged; steps that were."""
+    module = seeded(Model)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    onefold.shard(module, optimizer, stage=2)
+    speeds = measure(module)
+    speeds._fit.STEPS = 100  # it is not ready: each step is timed
+    for number, tokens in enumerate([on_device(batch) for batch in token_batches(steps=3 * EVERY)]):
+        if number == EVERY:
+            torch.accelerator.synchronize()
+            sim.native.reset()
+        next_token_loss(module, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        while not torch.accelerator.current_stream().query():  # else it is a step behind or more
+            time.sleep(1e-3)
+    return sum(host_waits().values()), speeds._fit.steps, speeds._fit.seconds
+
+
+def test_speeds_of_ranks_are_measured_without_a_wait():
+    for waits, steps, seconds in run_sim(2, measured):
+        assert waits == 0
+        assert steps >= 3 * EVERY - WARM_STEPS - 2
+        assert seconds > 0
 
 
 def looped(rank: int, loops: bool) -> tuple[list[Result], list[int]]:

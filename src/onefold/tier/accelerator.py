@@ -6,7 +6,7 @@ for. CUDA alone has calls of its own: locking the pages of mapped memory, and na
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -158,6 +158,14 @@ def pinned(numel: int, dtype: torch.dtype) -> Tensor:
 def locks_mapped_pages() -> bool:
     """True if the accelerator locks the pages of memory that torch did not allocate."""
     return kind() == "cuda"
+
+
+def sent(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Make a tensor of numbers on a device; the host does not wait for the copy."""
+    near = torch.tensor(numbers, dtype=dtype)
+    if device.type == "cpu":
+        return near
+    return pinned(len(near), dtype).copy_(near).to(device, non_blocking=True)
 
 
 class Fetched:
