@@ -25,7 +25,7 @@ from onefold.tier.slots import SlotPool
 from onefold.tier.step_device import HostStep
 from tests.sim import building
 from tests.sim import device as sim
-from tests.sim.counting import MESSAGES
+from tests.sim.counting import MESSAGES, of_onefold
 from tests.sim.device import BACKENDS, check, host_waits
 from tests.sim.ranks import run_sim
 from tests.sim.training import Recomputing, Spared, device, on_device, step, train_sim
@@ -82,6 +82,18 @@ def offloaded(**tiers: Any) -> Job:
     return job(options={"offload": Offload(**tiers)})
 
 
+TILE = 1024
+"""Bytes of a weight that is used tile by tile: the embedding and the head have several."""
+
+
+def tiled(rank: int) -> dict[str, int]:
+    return dict(of_onefold({"stage": 3, "offload": Offload(tile=TILE)}).waits)
+
+
+def test_tables_in_tiles_cost_no_wait():
+    assert run_sim(2, tiled) == [{}, {}]
+
+
 Cases = dict[str, tuple[Job, tuple[int, ...]]]  # a job, and the stages at which it runs
 
 
@@ -108,6 +120,7 @@ def orders(folder: str) -> Cases:
         "recompute": (job(Recomputing), (2, 3)),
         "unused parameters": (job(Sparse), (2, 3)),
         "adapters": (job(Adapted), (1, 3)),
+        "tiles": (offloaded(tile=TILE), (3,)),
     }
 
 
