@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import onefold
+from onefold.compose import routes
 from onefold.compose.routes import Links
 from onefold.layout.ledger import Ledger
 from onefold.layout.rows import Layout
@@ -100,7 +101,30 @@ def correctness(ask: Ask) -> list[Row]:
                 same = all(map(torch.equal, wanted, looped(ask, codec, packs=packs)))
                 what = f"loopback, {codec}, {'flat' if packs else 'grouped'}"
                 rows.append({"what": what, "is_right": same})
+        for stage in range(4):
+            quiet, sent = (losses_of(stage, loops=loops) for loops in (False, True))
+            what = f"loopback of whole steps, stage {stage}"
+            rows.append({"what": what, "is_right": torch.equal(quiet, sent)})
     return rows
+
+
+def losses_of(stage: int, *, loops: bool) -> Tensor:
+    """Losses of a rank that `loops` messages to itself, or sends none, in CPU memory."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    routes.LOOPS = loops
+    try:
+        onefold.shard(module, optimizer, stage=stage)
+    finally:
+        routes.LOOPS = False
+    losses = []
+    for rows in torch.randn(3, 32, 64).to(module[0].weight.device):
+        losses.append(module(rows).square().mean())
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.stack(losses).detach().cpu()
 
 
 PROGRAMS = {

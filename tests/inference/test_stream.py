@@ -90,6 +90,21 @@ def test_weights_that_rest_in_memory_stream_as_well(offload, world_size):
     run_ranks(world_size, body)
 
 
+class LateEvent:
+    """The end of copies, which run when somebody waits for it."""
+
+    def __init__(self, due: list[tuple[Tensor, Tensor]]) -> None:
+        self._due = due
+
+    def query(self) -> bool:
+        return not self._due
+
+    def synchronize(self) -> None:
+        for target, source in self._due:
+            target.copy_(source)
+        self._due = []
+
+
 class LateCopies:
     """A copy stream as on an accelerator: nothing has arrived before somebody waits for it.
 
@@ -114,16 +129,14 @@ class LateCopies:
             self._pending.append((target, source))
             self.num_copies += 1
         if self.sends:
-            self.mark()()
+            self.mark().synchronize()
 
-    def mark(self) -> Any:
+    def mark(self) -> LateEvent:
         due, self._pending = self._pending, []
+        return LateEvent(due)
 
-        def arrive() -> None:
-            for target, source in due:
-                target.copy_(source)
-
-        return arrive
+    def follow(self, copied: LateEvent) -> None:
+        copied.synchronize()
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

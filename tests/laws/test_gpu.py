@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import onefold
+from onefold.compose import routes
 from onefold.compose.routes import Links
 from onefold.engine import blocks
 from onefold.engine.registry import engine_of
@@ -164,6 +165,15 @@ def test_a_steady_step_on_a_gpu_waits_for_nothing(build, stage):
             torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_whole_steps_whose_messages_go_by_nccl_have_the_bits_of_steps_without(
+    stage, looped, monkeypatch
+):
+    wanted = losses(stage, None)
+    monkeypatch.setattr(routes, "LOOPS", True)
+    assert torch.equal(losses(stage, None), wanted)
 
 
 @pytest.mark.parametrize("group", ["none", "one"])

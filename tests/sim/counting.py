@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 import onefold
 from onefold.engine.registry import engine_of
+from onefold.unit.unit import Unit
 from tests.sim import device
-from tests.sim.training import Recomputing, on_device
+from tests.sim.training import Recomputing, Spared, on_device
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import seeded
 
@@ -24,6 +31,7 @@ MESSAGES = (*MESSAGES, "group of collectives")
 STEPS = 4
 
 
+WEIGHTS = onefold.Offload(optimizer="cpu", parameters="cpu", step="cpu")
 CASES: dict[str, dict[str, Any]] = {
     "stage 0": {"stage": 0},
     "stage 1": {"stage": 1},
@@ -32,6 +40,8 @@ CASES: dict[str, dict[str, Any]] = {
     "stage 3 in bf16": {"stage": 3, "precision": "bf16"},
     "stage 3, clipping": {"stage": 3, "clip": 1.0},
     "stage 3, recompute": {"stage": 3, "model": Recomputing},
+    "stage 3, unused parameters": {"stage": 3, "model": Spared},
+    "stage 3, weights in CPU memory": {"stage": 3, "offload": WEIGHTS},
 }
 
 
@@ -51,9 +61,17 @@ def of_onefold(case: dict[str, Any]) -> Cost:
     clip, module = options.pop("clip", None), seeded(options.pop("model", Model))
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     onefold.shard(module, optimizer, **options)
-    cost = _last_step(module, optimizer, clip, len(engine_of(module).units))
+    units = engine_of(module).units
+    cost = _last_step(module, optimizer, clip, len(units), lambda: _end_steps(units))
     device.check()
     return cost
+
+
+def _end_steps(units: list[Unit]) -> None:
+    """Return when no step runs in the background; nothing waits for the device."""
+    steps = [unit.pending for unit in units if unit.pending is not None]
+    while not all(step.is_completed() for step in steps):
+        time.sleep(1e-3)
 
 
 def of_fsdp2(case: dict[str, Any]) -> Cost:
@@ -65,16 +83,23 @@ def of_fsdp2(case: dict[str, Any]) -> Cost:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     units: list[Any] = [module.embed, *module.blocks, [module.norm, module.head], module]
     for unit in units:
-        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=case["stage"] == 3)
+        fully_shard(
+            unit, mesh=mesh, mp_policy=policy, reshard_after_forward=case["stage"] == 3,
+            offload_policy=CPUOffloadPolicy() if "offload" in case else OffloadPolicy(),
+        )  # fmt: skip
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, fused=True)
     return _last_step(module, optimizer, case.get("clip"), len(units) - 1)  # the root has none
 
 
-def _last_step(module: nn.Module, optimizer: Any, clip: float | None, units: int) -> Cost:
-    """The last of some steps."""
+def _last_step(
+    module: nn.Module, optimizer: Any, clip: float | None, units: int,
+    end_steps: Callable[[], None] = lambda: None,
+) -> Cost:  # fmt: skip
+    """The last of some steps, with the part of it that runs in the background."""
     batches = [on_device(batch) for batch in token_batches(steps=STEPS)]
     for number, batch in enumerate(batches):
         if number == STEPS - 1:
+            end_steps()
             torch.accelerator.synchronize()
             device.native.reset()
         next_token_loss(module, batch).backward()
@@ -82,6 +107,7 @@ def _last_step(module: nn.Module, optimizer: Any, clip: float | None, units: int
             torch.nn.utils.clip_grad_norm_(module.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
+    end_steps()
     counts = Counter(device.native.counts())
     messages = Counter({kind: counts.pop(kind) for kind in MESSAGES if kind in counts})
     return Cost(Counter(device.host_waits()), messages, counts.total(), units)

@@ -6,7 +6,8 @@
 // that owns it. Collectives run on a stream of their own by another backend (gloo), and keep NCCL's
 // contracts. Every launch is checked against those before: two accesses to the same bytes, one of them
 // a write, that no chain of streams, events and waits of the host orders, are a race. Whether they do
-// collide in this run does not matter.
+// collide in this run does not matter. Page-locked memory that a copy reads is write-protected until the
+// host knows that the copy is over: so the host's own writes are in the check, of whatever code.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -30,6 +31,9 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
+
+#include <signal.h>
+#include <sys/mman.h>
 
 #include <condition_variable>
 #include <deque>
@@ -67,6 +71,8 @@ static std::map<std::vector<Frame>, int> place_ids;
 static std::vector<const std::vector<Frame>*> places;
 static thread_local bool is_blind = false;  // it asks events, and tells no other thread what it saw
 static thread_local std::string label;  // what the test says that this thread does
+static thread_local bool is_device = false;  // this thread is a stream
+static thread_local int last_launch = -1;  // by this thread
 
 static int here() {
   std::vector<Frame> found;
@@ -130,6 +136,9 @@ struct Access {
   uint32_t tick = 0;
   int launch = -1;
 };
+static bool is_before(const Access& a, const Clock& clock) {
+  return a.stream < 0 || (size_t(a.stream) < clock.size() && clock[a.stream] >= a.tick);
+}
 struct Cell {  // of bytes [key, end)
   uintptr_t end;
   Access write;
@@ -186,6 +195,7 @@ struct Queue {  // a stream
     cv.notify_one();
   }
   void run() {
+    is_device = true;
     at::set_num_threads(1);
     at::AutoDispatchBelowADInplaceOrView below;
     at::NoGradGuard no_grad;
@@ -260,22 +270,68 @@ struct Landing {
   uint32_t tick;
   bool has_run = false, is_awaited = false, has_landed = false;
 };
+static void write_as_device(void* to, const void* from, size_t nbytes);
 static std::mutex landings_m;
 static std::vector<std::shared_ptr<Landing>> landings;
 template <class F>
 static void land_if(F wanted) {
   std::lock_guard<std::mutex> g(landings_m);
   for (auto& l : landings)
-    if (wanted(*l) && l->has_run && !l->has_landed) { l->has_landed = true; memcpy(l->to, l->bytes.data(), l->bytes.size()); }
+    if (wanted(*l) && l->has_run && !l->has_landed) { l->has_landed = true; write_as_device(l->to, l->bytes.data(), l->bytes.size()); }
   landings.erase(std::remove_if(landings.begin(), landings.end(), [](auto& l) { return l->has_landed; }), landings.end());
 }
 static void land(const void* from, size_t n) {
   const char* at = static_cast<const char*>(from);
   land_if([&](const Landing& l) { return l.to < at + n && at < l.to + l.bytes.size(); });
 }
+
+// Page-locked memory that a copy to the device reads may not be written to by the host before it knows that
+// the copy is over. Until then its pages are protected, and a write of the host ends in `on_write`.
+constexpr uintptr_t PAGE = 4096;
+struct Reading {
+  uintptr_t begin, end;
+  Access by;
+};
+static std::recursive_mutex readings_m;
+static std::vector<Reading> readings;
+static uintptr_t page_of(uintptr_t at) { return at / PAGE * PAGE; }
+static uintptr_t page_after(uintptr_t at) { return (at + PAGE - 1) / PAGE * PAGE; }
+static bool is_read(uintptr_t begin, uintptr_t end) {
+  return std::any_of(readings.begin(), readings.end(), [&](auto& r) { return r.begin < end && begin < r.end; });
+}
+static void allow(uintptr_t begin, uintptr_t end, bool writes) {
+  mprotect(reinterpret_cast<void*>(page_of(begin)), page_after(end) - page_of(begin), writes ? PROT_READ | PROT_WRITE : PROT_READ);
+}
+static void protect(const void* from, size_t nbytes, const Access& by) {
+  const auto begin = reinterpret_cast<uintptr_t>(from);
+  std::lock_guard<std::recursive_mutex> g(readings_m);
+  readings.push_back({begin, begin + nbytes, by});
+  allow(begin, begin + nbytes, false);
+}
+template <class F>
+static void end_readings(F is_over) {  // pages that no other copy reads may be written to again
+  std::lock_guard<std::recursive_mutex> g(readings_m);
+  std::vector<Reading> ended;
+  auto kept = std::partition(readings.begin(), readings.end(), [&](auto& r) { return !is_over(r); });
+  ended.assign(kept, readings.end());
+  readings.erase(kept, readings.end());
+  for (auto& r : ended)
+    for (auto page = page_of(r.begin); page < r.end; page += PAGE)
+      if (!is_read(page, page + PAGE)) allow(page, page + PAGE, true);
+}
+static void write_as_device(void* to, const void* from, size_t nbytes) {
+  std::lock_guard<std::recursive_mutex> g(readings_m);
+  const auto begin = reinterpret_cast<uintptr_t>(to);
+  const bool was_read = is_read(page_of(begin), page_after(begin + nbytes));
+  if (was_read) allow(begin, begin + nbytes, true);
+  memcpy(to, from, nbytes);
+  for (auto page = page_of(begin); was_read && page < begin + nbytes; page += PAGE)
+    if (is_read(page, page + PAGE)) allow(page, page + PAGE, false);
+}
 static void learn(const Clock& clock) {
   Clock known;
   { std::lock_guard<std::mutex> g(clocks_m); join(host, clock); known = host; }
+  end_readings([&](const Reading& r) { return is_before(r.by, known); });
   land_if([&](Landing& l) { return l.is_awaited = l.is_awaited || (size_t(l.stream) < known.size() && known[l.stream] >= l.tick); });
 }
 static void learn(Queue& q) {
@@ -308,9 +364,7 @@ static void split(uintptr_t at) {
   it->second.end = at;
   cells.emplace(at, std::move(right));
 }
-static bool is_before(const Access& a, const Clock& clock) {
-  return a.stream < 0 || (size_t(a.stream) < clock.size() && clock[a.stream] >= a.tick);
-}
+static bool is_locked(const void* p);
 static void found_race(const Access& a, bool a_writes, const Launch& b, bool b_writes, int64_t nbytes) {
   if (races.size() < 100) races.push_back({log_[a.launch], b, a_writes, b_writes, nbytes});
 }
@@ -351,6 +405,31 @@ static void touch(const Range& r, const Access& own, const Clock& clock, const L
     cells.erase(std::next(first), cells.lower_bound(r.end));
   }
 }
+// The host writes to a page that a copy reads. Streams may: their writes have clocks of their own.
+static struct sigaction before_us;
+static void on_write(int number, siginfo_t* info, void* context) {
+  const auto at = reinterpret_cast<uintptr_t>(info->si_addr);
+  if (!is_locked(info->si_addr)) {
+    sigaction(SIGSEGV, &before_us, nullptr);  // not ours: it comes again
+    return;
+  }
+  const int place = is_device ? -1 : here();  // takes Python's lock: before ours
+  std::lock_guard<std::recursive_mutex> g(readings_m);
+  auto it = std::find_if(readings.begin(), readings.end(), [&](auto& r) { return r.begin <= at && at < r.end; });
+  if (is_device || it == readings.end()) {
+    allow(at, at + 1, true);
+    return;
+  }
+  const Access by = it->by;
+  const auto nbytes = int64_t(it->end - it->begin);
+  const Launch write{"a write", label, "", -1, place};
+  {
+    std::lock_guard<std::mutex> c(clocks_m);
+    found_race(by, false, write, true, nbytes);
+  }
+  end_readings([&](const Reading& r) { return r.begin <= at && at < r.end; });
+  allow(at, at + 1, true);
+}
 static void forget(uintptr_t begin, uintptr_t end) {
   split(begin);
   split(end);
@@ -371,6 +450,7 @@ static uint32_t note(const std::string& name, Queue& q, const std::vector<Range>
   join(q.clock, host);
   if (q.clock.size() <= size_t(q.number)) q.clock.resize(q.number + 1);
   Access own{q.number, ++q.clock[q.number], int(log_.size())};
+  last_launch = own.launch;
   log_.push_back(launch);
   if (config.checks) for (auto& r : ranges) touch(r, own, q.clock, launch);
   return own.tick;
@@ -527,6 +607,8 @@ struct Pinned final : c10::Allocator {
       locked[reinterpret_cast<uintptr_t>(p)] = {nbytes, {}};
     }
     land(p, nbytes);
+    const auto at = reinterpret_cast<uintptr_t>(p);
+    end_readings([&](const Reading& r) { return at <= r.begin && r.begin < at + nbytes; });
     memset(p, 0xFF, nbytes);
     std::lock_guard<std::mutex> c(clocks_m);
     forget(reinterpret_cast<uintptr_t>(p), reinterpret_cast<uintptr_t>(p) + nbytes);
@@ -943,6 +1025,8 @@ static at::Tensor copy_from(const at::Tensor& src, const at::Tensor& dst, bool n
     learn(q);
     return dst;
   }
+  if (to_device && config.checks)
+    for (auto& r : ranges) if (!r.is_write) protect(reinterpret_cast<void*>(r.begin), r.end - r.begin, {q.number, tick, last_launch});
   if (!to_device && b.is_contiguous()) {
     auto landing = std::make_shared<Landing>();
     landing->to = static_cast<char*>(b.data_ptr());
@@ -952,7 +1036,7 @@ static at::Tensor copy_from(const at::Tensor& src, const at::Tensor& dst, bool n
     { std::lock_guard<std::mutex> g(landings_m); landings.push_back(landing); }
     copy = [a, b, landing]() {  // kernels before it may read what was there
       land(landing->to, landing->bytes.size());
-      memset(landing->to, 0xFF, landing->bytes.size());
+      write_as_device(landing->to, std::vector<char>(landing->bytes.size(), char(0xFF)).data(), landing->bytes.size());
       at::from_blob(landing->bytes.data(), b.sizes(), b.options()).copy_(a);
       { std::lock_guard<std::mutex> g(landings_m); landing->has_run = true; }
       land_if([&](const Landing& l) { return &l == landing.get() && l.is_awaited; });
@@ -1355,6 +1439,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace sim;
   c10::SetAllocator(PU1, &allocator, 1);
   at::RegisterPrivateUse1HooksInterface(new Hooks);
+  struct sigaction action {};
+  action.sa_sigaction = on_write;
+  action.sa_flags = SA_SIGINFO | SA_NODEFER;
+  sigaction(SIGSEGV, &action, &before_us);
   m.def("configure", [](int max_us, double share, int seed, int devices, int64_t memory, bool checks) {
     TORCH_CHECK(devices <= MAX_DEVICES);
     config = {max_us, share, seed, devices, memory, checks};

@@ -124,7 +124,8 @@ def _launch(launch: Any, is_write: bool) -> str:
     node = f" of {launch['node']}" if launch["node"] else ""
     verb = "writes" if is_write else "reads"
     lines = where(launch["lines"])
-    return f"{launch['name']}{node}{about}, which {verb} on stream {launch['stream']}, at {lines}"
+    place = f"stream {launch['stream']}" if launch["stream"] >= 0 else "the host"
+    return f"{launch['name']}{node}{about}, which {verb} on {place}, at {lines}"
 
 
 def where(lines: list[str], most: int = 4) -> str:

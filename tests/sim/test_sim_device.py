@@ -69,6 +69,26 @@ def early_read() -> tuple[bool, bool]:
     return before, bool((host == 1).all())
 
 
+def overwritten(*, waits: bool) -> str:
+    """The race of a host that writes into page-locked memory from which a copy has begun."""
+    host = torch.ones(1000).pin_memory()
+    device_ones = host.to(device(), non_blocking=True)
+    event = torch.Event(device())
+    event.record()
+    if waits:
+        event.synchronize()
+    host[10:20].zero_()
+    host[30:].zero_()  # found once
+    found = sim.native.races()
+    sim.native.reset()
+    assert bool((device_ones == 1).all()) or not waits
+    return sim._race(*found[0]) if len(found) == 1 else ""
+
+
+def overwrites() -> tuple[str, str]:
+    return overwritten(waits=False), overwritten(waits=True)
+
+
 def waits() -> list[str]:
     """What made the host wait: an item, a copy from pageable memory, a copy to the host."""
     sim.native.reset()
@@ -96,7 +116,7 @@ def memory() -> str:
 
 
 def alone(rank: int) -> dict[str, Any]:
-    found = [race, order, freed, early_read, waits, draws, memory]
+    found = [race, order, freed, early_read, overwrites, waits, draws, memory]
     return {each.__name__: each() for each in found}
 
 
@@ -118,6 +138,14 @@ def test_freed_memory_is_nan(found):
 
 def test_the_host_reads_no_value_before_it_has_waited(found):
     assert found["early_read"] == (True, True)
+
+
+def test_a_host_that_writes_where_a_copy_still_reads_is_in_a_race(found):
+    early, late = found["overwrites"]
+    assert "copy to device, which reads on stream" in early
+    assert "a write, which writes on the host" in early
+    assert early.count("test_sim_device.py") >= 2
+    assert not late, "after a wait there is none"
 
 
 def test_host_waits_are_counted_by_kind(found):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -10,14 +11,24 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import onefold
 from onefold import Offload, Wire
+from onefold.compose import routes
+from onefold.layout.ledger import Ledger
+from onefold.mixed.speeds import EVERY, WARM_STEPS, measure
+from onefold.tier.cpu import CopyStream
+from onefold.tier.slots import SlotPool
+from onefold.tier.step_device import HostStep
 from tests.sim import building
-from tests.sim.device import BACKENDS, check
+from tests.sim import device as sim
+from tests.sim.counting import MESSAGES, of_onefold
+from tests.sim.device import BACKENDS, check, host_waits
 from tests.sim.ranks import run_sim
-from tests.sim.training import Recomputing, device, on_device, step, train_sim
+from tests.sim.training import Recomputing, Spared, device, on_device, step, train_sim
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import seeded
 from tests.support.training import Job, Result, assert_close, assert_same_bits, run_job, train_plain
@@ -71,6 +82,18 @@ def offloaded(**tiers: Any) -> Job:
     return job(options={"offload": Offload(**tiers)})
 
 
+TILE = 1024
+"""Bytes of a weight that is used tile by tile: the embedding and the head have several."""
+
+
+def tiled(rank: int) -> dict[str, int]:
+    return dict(of_onefold({"stage": 3, "offload": Offload(tile=TILE)}).waits)
+
+
+def test_tables_in_tiles_cost_no_wait():
+    assert run_sim(2, tiled) == [{}, {}]
+
+
 Cases = dict[str, tuple[Job, tuple[int, ...]]]  # a job, and the stages at which it runs
 
 
@@ -97,6 +120,7 @@ def orders(folder: str) -> Cases:
         "recompute": (job(Recomputing), (2, 3)),
         "unused parameters": (job(Sparse), (2, 3)),
         "adapters": (job(Adapted), (1, 3)),
+        "tiles": (offloaded(tile=TILE), (3,)),
     }
 
 
@@ -191,6 +215,174 @@ def test_quantized_messages_train_as_on_the_cpu():
                 torch.testing.assert_close(
                     rank[word, stage].losses, wanted.losses, rtol=5e-3, atol=0
                 )
+
+
+def in_unsharded(module: nn.Module, name: str) -> None:
+    with onefold.unsharded(module, writeback=True):
+        module.get_parameter(name).mul_(0.5)
+
+
+EDITS: dict[str, Callable[[nn.Module, str], Any]] = {
+    "in place": lambda module, name: module.get_parameter(name).mul_(0.5),
+    "of .data": lambda module, name: module.get_parameter(name).data.mul_(0.5),
+    "of a list": lambda module, name: torch._foreach_mul_([module.get_parameter(name)], 0.5),
+    "by a copy": lambda module, name: module.get_parameter(name).copy_(
+        0.5 * module.get_parameter(name).full_tensor()
+    ),
+    "in unsharded": in_unsharded,
+}
+
+
+def halved(module: nn.Module, tokens: Tensor, name: str, edit: Callable[..., Any]) -> bool:
+    """An edit right behind a backward, which the device has not run yet."""
+    before = module.get_parameter(name).full_tensor()
+    next_token_loss(module, tokens).backward()
+    with torch.no_grad():
+        edit(module, name)
+    return torch.equal(module.get_parameter(name).full_tensor(), 0.5 * before)
+
+
+def edited(rank: int) -> dict[str, bool]:
+    """Edits of weights in CPU memory, from which copies to the device are still to run."""
+    module = seeded(Model)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.0)
+    onefold.shard(module, optimizer, stage=3, offload=Offload(optimizer="cpu", parameters="cpu"))
+    tokens, name = on_device(token_batches()[0]), "blocks.0.up.weight"
+    kept = {"of kept .data": module.get_parameter(name).data}
+    kept["of a state dict"] = module.state_dict()[name]
+    edits = EDITS | {way: lambda *_, kept=tensor: kept.mul_(0.5) for way, tensor in kept.items()}
+    found = {}
+    for way, edit in edits.items():
+        found[way] = halved(module, tokens, name, edit)
+        try:
+            check()
+        except AssertionError as error:
+            error.add_note(way)
+            raise
+        optimizer.zero_grad()
+    return found
+
+
+def test_an_edit_of_weights_waits_for_copies_that_read_them():
+    for found in run_sim(2, edited, max_us=2000, share=1.0):
+        assert len(found) == len(EDITS) + 2
+        assert all(found.values()), found
+
+
+def refilled(rank: int) -> None:
+    """The host fills a slot again, whose bytes are on their way to the device."""
+    step = HostStep(SlotPool.on_host(Ledger()), device())
+    for value in (1.0, 2.0):
+        with step.lend(4096, fills_by_host=True) as slot, step.working(None):
+            values = slot.tensor(1024, torch.float32).fill_(value)
+            on_device = values.to(device(), non_blocking=True)
+            step.leave(slot)
+    del on_device
+
+
+def test_a_slot_that_the_disk_fills_has_been_read():
+    run_sim(1, refilled, backend=None)
+
+
+def ended(rank: int) -> bool:
+    copies = CopyStream(device())
+    with copies:
+        copies.copy([torch.empty(1000, device=device())], [torch.ones(1000).pin_memory()])
+    event = copies.mark()
+    del copies
+    return event.query()
+
+
+def test_a_stream_of_copies_ends_after_them():
+    assert run_sim(1, ended, backend=None, max_us=20_000, share=1.0) == [True]
+
+
+def spared(rank: int, stage: int, mesh: tuple[int, int] | None) -> tuple[int, int]:
+    """Waits of the host in a steady step: of the rank's backward, and of its optimizer's step."""
+    module, plain = seeded(Spared), seeded(Spared)
+    for block in (*module.blocks, *plain.blocks):
+        block.uses_rare = rank == 0
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    axes = None if mesh is None else init_device_mesh("sim", mesh, mesh_dim_names=("node", "rank"))
+    onefold.shard(module, optimizer, stage=stage, mesh=axes)
+    tokens = token_batches()[0]
+    next_token_loss(plain, tokens).backward()
+    on_sim = on_device(tokens)
+    for _ in range(3):
+        optimizer.zero_grad()
+        torch.accelerator.synchronize()
+        sim.native.reset()
+        next_token_loss(module, on_sim).backward()
+        waits = sum(host_waits().values())
+        grads = {name: parameter.grad for name, parameter in module.named_parameters()}
+        optimizer.step()
+    check()
+    in_step = sum(host_waits().values()) - waits
+    for name, grad in grads.items():
+        assert (grad is None) == name.endswith(".spare"), (name, grad)
+    wanted = [plain.blocks[0].rare.grad if rank == 0 else torch.zeros(16)]
+    dist.all_reduce(wanted[0])
+    rare = grads["blocks.0.rare"]
+    rare = (rare.full_tensor() if stage else rare).cpu()
+    torch.testing.assert_close(rare, wanted[0] / dist.get_world_size())
+    return waits, in_step
+
+
+@pytest.mark.parametrize(
+    ("stage", "mesh"), [(0, None), (2, None), (3, None), (3, (2, 2)), (2, (2, 2))]
+)
+def test_unused_parameters_of_all_units_cost_one_wait_of_a_backward(stage, mesh):
+    """Whether another rank has used a parameter, the host learns when all are reduced."""
+    for rank in run_sim(4 if mesh else 2, spared, stage, mesh):
+        assert rank in ((1, 0), (0, 0))
+
+
+def measured(rank: int) -> tuple[int, int, float]:
+    """Waits of the host while each step is timed and speeds are exchanged; steps that were."""
+    module = seeded(Model)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    onefold.shard(module, optimizer, stage=2)
+    speeds = measure(module)
+    speeds._fit.STEPS = speeds._fit.SECONDS = 1_000_000  # not ready: each step is timed
+    for number, tokens in enumerate([on_device(batch) for batch in token_batches(steps=3 * EVERY)]):
+        if number == EVERY:
+            torch.accelerator.synchronize()
+            sim.native.reset()
+        next_token_loss(module, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        while not torch.accelerator.current_stream().query():  # else it is a step behind or more
+            time.sleep(1e-3)
+    return sum(host_waits().values()), speeds._fit.steps, speeds._fit.seconds
+
+
+def test_speeds_of_ranks_are_measured_without_a_wait():
+    for waits, steps, seconds in run_sim(2, measured):
+        assert waits == 0
+        assert steps >= 3 * EVERY - WARM_STEPS - 2
+        assert seconds > 0
+
+
+def looped(rank: int, loops: bool) -> tuple[list[Result], list[int]]:
+    """A rank alone at each stage, and the messages of its steps."""
+    routes.LOOPS = loops
+    results, messages = [], []
+    for stage in range(4):
+        sim.native.reset()
+        results.append(train_sim(rank, job(Spared, rows=4, clip=0.1), 1, stage))
+        counts = sim.native.counts()
+        messages.append(sum(counts.get(kind, 0) for kind in MESSAGES))
+        check()
+    return results, messages
+
+
+def test_one_rank_that_sends_to_itself_trains_bit_for_bit_as_one_that_does_not():
+    """One GPU runs the whole transport in whole steps."""
+    (alone, none), (own, some) = [run_sim(1, looped, each)[0] for each in (False, True)]
+    for one, other in zip(own, alone, strict=True):
+        assert_same_bits(one, other)
+    assert not any(none)
+    assert all(some)
 
 
 def save_and_resume(rank: int, folder: str) -> tuple[Result, Result]:

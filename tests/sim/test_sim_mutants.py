@@ -6,6 +6,7 @@ Nothing is late here: what finds the race are the clocks, so each run finds it.
 from __future__ import annotations
 
 import gc
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -16,11 +17,13 @@ import onefold
 from onefold import Offload
 from onefold.engine import activations
 from onefold.errors import WireError
+from onefold.tier import accelerator
+from onefold.tier.cpu import CopyStream
 from onefold.unit.context import TagBoard
 from onefold.wire.watching import DeviceWatch
 from tests.sim import building, device
 from tests.sim.ranks import run_sim
-from tests.sim.training import train_sim
+from tests.sim.training import on_device, train_sim
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.training import Job
 
@@ -46,16 +49,32 @@ def messages(rank: int, world_size: int, folder: str) -> Losses:
     return trained(rank, world_size, 3) + trained(rank, world_size, 2)
 
 
+WEIGHTS = Offload(optimizer="cpu", parameters="cpu", step="cpu")
+
+
 def tiers(rank: int, world_size: int, folder: str) -> Losses:
     weights = Offload(optimizer="cpu", parameters="cpu", step="device")
     states = Offload(optimizer="cpu", step="cpu")
-    return trained(rank, 1, 3, offload=weights) + trained(rank, 1, 2, offload=states)
+    found = trained(rank, 1, 3, offload=weights) + trained(rank, 1, 2, offload=states)
+    edited()
+    return found + trained(rank, 1, 3, offload=WEIGHTS)
+
+
+def edited() -> None:
+    """The host edits weights in its memory, whose copies to the device may still run."""
+    module = two_blocks()
+    onefold.shard(module, stage=3, offload=WEIGHTS)
+    tokens = on_device(token_batches()[0])
+    for _ in range(2):  # the host waits in the first
+        next_token_loss(module, tokens).backward()
+    with torch.no_grad():
+        torch._foreach_mul_(list(module.parameters()), 0.5)
 
 
 def dropped(folder: str) -> None:
     """A forward whose graph goes before what it saved has left the device."""
     module = two_blocks()
-    tokens = token_batches()[0].to(f"sim:{device.native.current()}")
+    tokens = on_device(token_batches()[0])
     onefold.shard(module, stage=1, offload=Offload(activations="cpu"))
     loss = next_token_loss(module, tokens)
     del loss
@@ -105,12 +124,15 @@ def noting(compare: Callable[..., None]) -> Callable[..., None]:
     return compare_all
 
 
-def unseen(look: Callable[[DeviceWatch], None]) -> Callable[[DeviceWatch], None]:
-    """What the thread of a watch sees, no other thread knows: the clocks of the host are one."""
+def unseen(look: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """What a thread sees of events that it only asks, nobody relies on: the host has one clock."""
 
-    def blindly(watch: DeviceWatch) -> None:
+    def blindly(asker: Any) -> Any:
         device.native.blind(True)
-        look(watch)
+        try:
+            return look(asker)
+        finally:
+            device.native.blind(False)
 
     return blindly
 
@@ -119,6 +141,8 @@ def without_each(rank: int, scenario: Scenario, world_size: int, folder: str) ->
     """The fate of the scenario without each line that waits."""
     arguments = (rank, world_size, folder)
     DeviceWatch.look = unseen(DeviceWatch.look)
+    CopyStream.mark = unseen(CopyStream.mark)
+    accelerator.finish = torch.Event.synchronize  # else an event that is over is not waited for
     TagBoard._compare = noting(TagBoard._compare)
     wanted = scenario(*arguments)
     device.native.mutate("", True)
@@ -136,6 +160,14 @@ def without_each(rank: int, scenario: Scenario, world_size: int, folder: str) ->
 BY_CHANCE = "tier/slots.py"
 """A slot that a copy still leaves is taken by another thread, or goes: threads meet by chance."""
 
+LIFETIMES = [
+    f"tier/cpu.py:{line}"
+    for text, first in [inspect.getsourcelines(CopyStream.__del__)]
+    for line in range(first, first + len(text))
+]
+"""The end of memory that copies read: torch's allocator, which CUDA does not use here, waits too.
+`test_a_stream_of_copies_ends_after_them` shows these."""
+
 MAY_HANG = pytest.mark.seldom("tests/sim/test_sim_laws.py::test_weights_are_those_of_the_cpu")
 """Without a wait two ranks may part, and one waits for the other until the limit."""
 
@@ -149,5 +181,6 @@ def test_no_line_that_waits_can_go(scenario, world_size, tmp_path):
     for fates in ranks:
         print(fates)
     for fates in ranks:
-        assert all(fate or site.startswith(BY_CHANCE) for site, fate in fates.items()), fates
+        survivors = [site for site, fate in fates.items() if not fate]
+        assert all(s.startswith(BY_CHANCE) or s in LIFETIMES for s in survivors), fates
         assert len(fates) > 2, "the lines were found"

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import onefold
-from tests.support.models import Model
+from tests.support.models import Block, Model
 from tests.support.ranks import seeded
 from tests.support.training import Job, Result, cut
 
@@ -26,6 +26,25 @@ class Recomputing(Model):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False)
         return self.head(self.norm(x))
+
+
+class Spared(Model):
+    """Blocks with a parameter that no rank uses, and one that some ranks use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(SparedBlock() for _ in range(2))
+
+
+class SparedBlock(Block):
+    uses_rare = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare, self.rare = (nn.Parameter(torch.zeros(16)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.rare if self.uses_rare else x)
 
 
 def device() -> torch.device:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -18,6 +18,9 @@ from onefold.wire.transport import Composed, LocalTransport, Transport
 from onefold.wire.wrapped import Streamed, Timed
 from onefold.wire_config import DIFFERENCE, EXACT, Wire
 
+LOOPS = False
+"""A rank alone sends to itself. Tests set it: one device runs the whole transport then."""
+
 
 @dataclass(frozen=True, slots=True)
 class Links:
@@ -27,7 +30,7 @@ class Links:
     ledger: Ledger
     reduce: torch.dtype
     divisor: int = 0  # of sums of gradients; 0: the ranks that a transport joins
-    loops: bool = False  # a rank alone sends to itself: a test of a backend on one device
+    loops: bool = field(default_factory=lambda: LOOPS)
     packs: bool = False
     """Each message of a unit is one flat copy of its regions, in place of a group of collectives
     over regions as they lie. A group saves two copies of all bytes, and uneven pieces need no

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import product
 from threading import get_ident
 
 import torch
@@ -129,9 +130,11 @@ class UnitStep:
             self.buffers.append(unit.weight)
         self._unit, self._where = unit.name, unit.context.where
         self.ready: accelerator.Event | None = None  # gradients exist, weights may be changed
-        device = unit.context.store.device
-        if device.type != "cpu":
-            self.ready = accelerator.record(device)
+        self._streams: set[accelerator.Stream] = set()  # of the caller
+        self._device, self._is_awaited = unit.context.store.device, False
+        if self._device.type != "cpu":
+            self.ready = accelerator.record(self._device)
+            self._streams.add(accelerator.current(self._device))
         ordered = sorted(segments, key=lambda segment: segment.start)
         is_remote = unit.context.tiers.step_device.is_queued
         for segment in ordered:  # a device would have to be waited for
@@ -152,13 +155,20 @@ class UnitStep:
         return is_over and all(event.query() for event in list(self.leaving.values()))
 
     def wait(self) -> None:
-        """Return when every block is stepped and back in its tier; raise the first error."""
+        """Return when every block is stepped and back in its tier; raise the first error.
+
+        What blocks queued on the device is over for this thread's stream, and for the caller's.
+        """
         with one_thread():  # as on workers: each core has a block of its own
             for task in self._tasks:
                 task.run()
         for task in self._tasks:
             task.finish()
-        self._end_copies()
+        if self._streams:
+            self._streams.add(accelerator.current(self._device))
+        for stream, event in product(self._streams, self.leaving.values()):
+            stream.wait_event(event)
+        self._is_awaited = True
         for task in self._tasks:
             if isinstance(task.error, TierError):
                 raise task.error
@@ -170,12 +180,9 @@ class UnitStep:
                     hint="load the last checkpoint with onefold.load",
                 ) from task.error
 
-    def _end_copies(self) -> None:
-        for event in list(self.leaving.values()):
-            event.synchronize()
-
     def __del__(self) -> None:
-        self._end_copies()  # the model goes after a step that nobody waited for: keep its memory
+        for event in () if self._is_awaited else list(self.leaving.values()):
+            event.synchronize()  # the model goes after a step that nobody waited for
 
 
 class _StepBlock:
@@ -197,7 +204,9 @@ class _StepBlock:
         tensors.append((grad.dtype, not device.is_at(grad, self._unit.context.store.name)))
         nbytes = [whole_pages(numel * dtype.itemsize) * stays for dtype, stays in tensors]
         watching = watched(self._observer, Stream.BACKGROUND, "step", self._unit.name)
-        lending = device.lend(sum(nbytes)) if any(nbytes) else nullcontext()
+        is_far = any(buffer.far is not None for buffer in step.buffers)
+        lends = any(nbytes)
+        lending = device.lend(sum(nbytes), fills_by_host=is_far) if lends else nullcontext()
         with watching, lending as slot, device.working(step.ready):
             *parts, grads = _parts(slot, [dtype for dtype, _ in tensors], nbytes, numel)
             near = self._bring_all(parts)

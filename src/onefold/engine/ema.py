@@ -116,6 +116,7 @@ class MovingAverage:
             with torch.no_grad():
                 for unit, weight, stepped in kept:
                     unit.join_step()
+                    unit.rows.await_copies()
                     unit.stepped.copy_(stepped)
                     unit.weight.tensor.copy_(weight)
                     unit.publish(is_rounded=True)

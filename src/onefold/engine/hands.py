@@ -116,10 +116,18 @@ class Hands:
         unit = self.units[index]
         unit.gradient.end_following()
         if self.noise is not None:
+            unit.gradient.show_late()
             self.noise.note_mean(unit)
+
+    def _rest(self) -> None:
+        """Nothing is under way: the host may wait once for the device."""
+        for unit in self.units:
+            unit.gradient.show_late()
+        self.free_wire()
 
     def _step(self, index: int) -> None:
         unit, steppers = self.units[index], list(self.steppers)
+        unit.gradient.show_late()
         if not steppers or unit.gradient.is_unused:
             self.schedule.early_steps.skip(index)
             return
@@ -158,5 +166,5 @@ _HANDS: Mapping[Verb, Callable[[Hands, int], None]] = {
     Verb.FINISH: Hands._finish,
     Verb.WAIT_STEP: lambda hands, index: hands.units[index].join_step(),
     Verb.STEP: Hands._step,
-    Verb.REST: lambda hands, _: hands.free_wire(),
+    Verb.REST: lambda hands, _: hands._rest(),
 }

@@ -89,12 +89,12 @@ class GatherPlan:
     exact: list[int]  # numbers of the other rows
 
     @staticmethod
-    def on_one_axis(layout: Layout, rank: int) -> GatherPlan:
-        """All slabs of a unit, and a tag from each rank behind them; a world of one has no tag."""
+    def on_one_axis(layout: Layout, rank: int, num_tags: int) -> GatherPlan:
+        """All slabs of a unit, and a tag from each rank behind them; none where nothing is sent."""
         slabs = [slab for parts in layout.slabs() for slab in parts]
         regions = [(slab, slab.full_offset) for slab in slabs]
         tags = tags_of(layout.world_size), layout.full_numel
-        return _gather_plan(layout, (rank, rank), slabs, [*regions, tags])
+        return _gather_plan(layout, (rank, rank), slabs, [*regions, tags], num_tags)
 
     @staticmethod
     def between(layout: Layout, node: NodeLayout, *, keeps: bool) -> GatherPlan:
@@ -106,15 +106,16 @@ class GatherPlan:
         else:
             regions = [(axes.between(slot), slot.full_offset) for slot in slots]
             regions.append((axes.between(tags_of(layout.world_size)), layout.full_numel))
-        return _gather_plan(layout, (axes.rank, axes.node), slots, regions)
+        num_tags = regions[-1][0].shape[0]
+        return _gather_plan(layout, (axes.rank, axes.node), slots, regions, num_tags)
 
 
 def _gather_plan(
-    layout: Layout, ranks: tuple[int, int], slots: Sequence[Slot], regions: list[tuple[Slot, int]]
-) -> GatherPlan:
+    layout: Layout, ranks: tuple[int, int], slots: Sequence[Slot],
+    regions: list[tuple[Slot, int]], num_tags: int,
+) -> GatherPlan:  # fmt: skip
     """`ranks`: among all and in the group; `regions` of the slots with their offsets, then tags."""
     (rank, own), (*rows, (tags, tags_start)) = ranks, regions
-    num_tags = tags.shape[0] if layout.world_size > 1 else 0
     in_message = [
         (offset + slot.pieces[own][0], offset + slot.pieces[own][1]) for slot, offset in rows
     ]

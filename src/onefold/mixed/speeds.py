@@ -22,7 +22,7 @@ from functools import partial
 from math import inf
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from onefold.engine.engine import Engine
 from onefold.engine.registry import engine_of
@@ -32,6 +32,8 @@ from onefold.layout.observer import Span, Stream, members_of
 from onefold.layout.row_split import RankTime, rows_of
 from onefold.recording.recorder import Recorder
 from onefold.recording.step_record import total_seconds
+from onefold.tier import accelerator
+from onefold.tier.accelerator import Fetched
 from onefold.wire.collectives import Group
 from onefold.wire.ticket import Ticket
 
@@ -110,9 +112,10 @@ class RowSpeeds:
         self._first: Times | None = None  # this step began to train
         self._cpu = 0.0  # CPU seconds from there to the end of the optimizer's step
         self._has_stepped = False
-        self._pending: tuple[Ticket, Tensor] | None = None
+        self._pending: tuple[Ticket, Fetched] | None = None
         self._is_queued = self._device.type != "cpu"  # a recorder times its kernels
         self._recorder: Recorder | None = None
+        self._recorded: tuple[int, Recorder | None] = 0, None  # the step before, with its rows
 
     def watch(self, ledger: Ledger) -> None:
         """Observe the module of a ledger from now on, beside who observes it already."""
@@ -162,7 +165,7 @@ class RowSpeeds:
         self._first = self._first or self._since
         is_due = not self._fit.is_ready or self._num_steps % EVERY == 0
         if is_new and self._is_queued and is_due:
-            self._recorder = Recorder(self._ledger, self._device)
+            self._recorder = Recorder(self._ledger, self._device, waits=False)
 
     def _end_phase(self) -> None:
         if self._since is not None and self._first is not None:
@@ -179,38 +182,45 @@ class RowSpeeds:
     def _end_step(self) -> None:
         """The step before is complete: add it to the fit, and exchange speeds if that is due."""
         self.read()
-        rows, seconds = self._rows, self._seconds()
+        rows, measured = self._rows, self._measured()
         self._rows, self._busy, self._first, self._has_stepped = 0, _NO_TIME, None, False
         self._num_steps += 1
         self._last_rows = rows
-        if self._num_steps > WARM_STEPS and seconds is not None:
-            self._fit.note(rows, max(seconds, 0.0))
+        if self._num_steps - self._is_queued > WARM_STEPS and measured is not None:
+            self._fit.note(*measured)
         if self._num_steps % EVERY == 0 and self.group.world_size > 1:
             self._exchange()
 
-    def _seconds(self) -> float | None:
-        """Return the compute time of the step; None if it was not recorded on the device."""
-        recorder, self._recorder = self._recorder, None
+    def _measured(self) -> tuple[int, float] | None:
+        """Return the rows of the step, and the seconds that they computed.
+
+        A device is read one step later, so that the host need not wait: the step before is
+        returned, None if it was not recorded.
+        """
         if self._is_queued:
+            (rows, recorder), self._recorded = self._recorded, (self._rows, self._recorder)
+            self._recorder = None
             if recorder is None:
                 return None
             record = recorder.result(self.group.rank, self.group.world_size)
             waits = [span for span in record.spans if span.verb == "wait"]
             spans = [span for span in record.spans if span.unit and span.verb in _COMPUTES]
-            return total_seconds(spans + waits) - total_seconds(waits)
+            return rows, max(total_seconds(spans + waits) - total_seconds(waits), 0.0)
         outside = self._cpu / self._busy.cpu if self._busy.cpu > 0 else 1.0
-        return self._busy.wall * max(1.0, outside)
+        return self._rows, max(self._busy.wall * max(1.0, outside), 0.0)
 
     def _exchange(self) -> None:
         fixed, per_row = self._fit.fit()
-        mine = torch.tensor(
-            [fixed, per_row, self._last_rows, self._fit.is_ready],
-            dtype=torch.float64, device=self._device,
-        )  # fmt: skip
+        mine = accelerator.sent(
+            [fixed, per_row, self._last_rows, self._fit.is_ready], torch.float64, self._device
+        )
         everyone = mine.new_empty(self.group.world_size * len(mine))
         self.group.agree(_LABEL, _LABEL, mine)
         works = self.group.track([self.group.all_gather(everyone, mine)], _LABEL)
-        self._pending = Ticket(works, label=_LABEL), everyone
+        ticket = Ticket(works, label=_LABEL)
+        if self._is_queued:
+            ticket.wait()  # on the device
+        self._pending = ticket, Fetched(everyone)
 
     def read(self) -> None:
         """Take in the speeds that the ranks have sent to one another."""
@@ -219,7 +229,7 @@ class RowSpeeds:
             return
         ticket, everyone = pending
         ticket.wait()
-        speeds = everyone.view(self.group.world_size, -1).tolist()
+        speeds = everyone.read().view(self.group.world_size, -1).tolist()
         times = [RankTime(fixed, per_row) for fixed, per_row, _, _ in speeds]
         now = [int(rows) for _, _, rows, _ in speeds]
         total = sum(now)

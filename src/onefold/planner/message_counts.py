@@ -167,7 +167,7 @@ def _one_axis(
     """`words`: the codecs of weights and of gradients."""
     first, (weights, gradients) = members[0], words
     word, itemsize = weights if first.is_floating else EXACT, first.compute_itemsize
-    regions = GatherPlan.on_one_axis(layout, group.rank).regions
+    regions = GatherPlan.on_one_axis(layout, group.rank, group.world_size).regions
     return UnitMessages(
         gather=_gather(regions, group, word, itemsize),
         reduce=_reduce(members, layout.slabs(), group, gradients),

@@ -146,7 +146,8 @@ class _OpenSpan:
 class Recorder:
     """The observer of one step. Any thread may call it: appending to a list is atomic."""
 
-    def __init__(self, ledger: Ledger, device: torch.device) -> None:
+    def __init__(self, ledger: Ledger, device: torch.device, *, waits: bool = True) -> None:
+        """`waits` for the device: its times begin with this step, on the clock of the host."""
         self._ledger = ledger
         self._device = device
         self._probe = allocator_probe(device)
@@ -162,7 +163,8 @@ class Recorder:
         self.modules = ModuleBytes(self._record_torch)
         self._base: accelerator.Event | None = None
         if device.type != "cpu":
-            accelerator.synchronize(device)
+            if waits:
+                accelerator.synchronize(device)
             self._base = accelerator.record(device, is_timed=True)
         self._floor = 0 if self._base is not None else self._torch_nbytes()
         self._began_at, self._began = time.time(), time.perf_counter()
@@ -235,8 +237,9 @@ class Recorder:
     def result(self, rank: int, world_size: int) -> StepRecord:
         """Return the step, with spans and changes in the order of time."""
         seconds = self._clock()
-        if self._base is not None:
-            accelerator.synchronize(self._device)
+        for moment in (moment for _, _, _, bounds, _ in self._spans for moment in bounds):
+            if isinstance(moment, accelerator.Event):
+                accelerator.finish(moment)
         spans: list[SpanLine] = []
         for stream, verb, unit, bounds, nbytes in self._spans:
             start, stop = map(self._seconds, bounds)

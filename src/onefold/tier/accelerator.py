@@ -6,7 +6,7 @@ for. CUDA alone has calls of its own: locking the pages of mapped memory, and na
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -113,6 +113,12 @@ def wait(event: Event, device: torch.device) -> None:
     current(device).wait_event(event)
 
 
+def finish(event: Event) -> None:
+    """Wait, on the host, for an event that is not over yet."""
+    if not event.query():
+        event.synchronize()
+
+
 def synchronize(device: torch.device) -> None:
     """Wait, on the host, for all work that is queued on any stream of a device; not for the CPU."""
     if device.type != "cpu":
@@ -154,6 +160,14 @@ def locks_mapped_pages() -> bool:
     return kind() == "cuda"
 
 
+def sent(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Make a tensor of numbers on a device; the host does not wait for the copy."""
+    near = torch.tensor(numbers, dtype=dtype)
+    if device.type == "cpu":
+        return near
+    return pinned(len(near), dtype).copy_(near).to(device, non_blocking=True)
+
+
 class Fetched:
     """Numbers on their way to the host, which waits for them only where it reads them."""
 
@@ -167,8 +181,8 @@ class Fetched:
 
     def read(self) -> Tensor:
         """Return the numbers in host memory; the host waits until they are there."""
-        if self._event is not None and not self._event.query():
-            self._event.synchronize()
+        if self._event is not None:
+            finish(self._event)
         return self._copy
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import mmap
 import warnings
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
@@ -106,6 +107,7 @@ class CopyStream:
     def __init__(self, device: torch.device) -> None:
         self._stream = accelerator.new(device)
         self._kept: list[Tensor] = []
+        self._under_way = deque[tuple[accelerator.Event, list[Tensor]]]()  # keep their memory
 
     def __enter__(self) -> None:
         self._stream.wait_stream(accelerator.current(self._stream.device))
@@ -119,28 +121,20 @@ class CopyStream:
         torch._foreach_copy_(list(into), list(sources), non_blocking=True)
         self._kept += [*into, *sources]
 
-    def mark(self) -> Callable[[], None]:
-        """Return a function that waits, on the host, for all copies that have begun.
-
-        The host waits at the first use of the weights, while the device computes with others. So
-        the sources may be edited, stepped or reused afterwards.
-        """
-        kept, self._kept = self._kept, []
+    def mark(self) -> accelerator.Event:
+        """Return the event with which all copies that have begun end."""
+        while self._under_way and self._under_way[0][0].query():
+            self._under_way.popleft()
         with self._stream:
-            return _Copies(accelerator.record(self._stream.device), kept).wait
-
-
-class _Copies:
-    """Copies that have begun. Their memory is kept until they have ended, though nobody waits."""
-
-    def __init__(self, event: accelerator.Event, kept: list[Tensor]) -> None:
-        self._event, self._kept = event, kept
-
-    def wait(self) -> None:
-        """Wait, on the host, for all of them."""
-        self._event.synchronize()
+            event = accelerator.record(self._stream.device)
+        self._under_way.append((event, self._kept))
         self._kept = []
+        return event
+
+    def follow(self, copied: accelerator.Event) -> None:
+        """Have this thread's stream wait for copies that end with an event; the host goes on."""
+        accelerator.wait(copied, self._stream.device)
 
     def __del__(self) -> None:
-        if self._kept:  # the model goes while weights of its next use arrive
-            self.wait()
+        for event, _ in self._under_way:  # the model goes while weights of its next use arrive
+            event.synchronize()

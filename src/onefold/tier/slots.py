@@ -99,7 +99,7 @@ class SlotPool:
         slot = self._taken(nbytes)
         leaving, slot.leaving = slot.leaving, None
         if leaving is not None:
-            leaving.synchronize() if stream is None else stream.wait_event(leaving)
+            accelerator.finish(leaving) if stream is None else stream.wait_event(leaving)
         return slot
 
     def _taken(self, nbytes: int) -> Room:
@@ -113,7 +113,7 @@ class SlotPool:
                 self._free.sort(key=lambda slot: slot.nbytes)
                 leaving = self._free.pop().leaving  # its memory is free before the new one is made
                 if leaving is not None:
-                    leaving.synchronize()
+                    accelerator.finish(leaving)
             return self._make(nbytes)
 
     def reserve(self, number: int, nbytes: int) -> None:

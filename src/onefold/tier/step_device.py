@@ -93,9 +93,12 @@ class HostStep(_Lane):
         """Do nothing: the system provides host memory as it is touched."""
 
     @contextmanager
-    def lend(self, nbytes: int) -> Iterator[Room]:
-        """Lend memory for one block, for the time of a `with` block."""
-        slot = self._slots.take(nbytes, self.stream())
+    def lend(self, nbytes: int, *, fills_by_host: bool) -> Iterator[Room]:
+        """Lend memory for one block, for the time of a `with` block.
+
+        `fills_by_host`: the disk fills it, not this thread's stream alone.
+        """
+        slot = self._slots.take(nbytes, None if fills_by_host else self.stream())
         try:
             yield slot
         finally:
@@ -134,7 +137,7 @@ class DeviceStep(_Lane):
         self._slots.reserve(NUM_STREAMS, nbytes)  # a block waits for what used this memory before
 
     @contextmanager
-    def lend(self, nbytes: int) -> Iterator[Room]:
+    def lend(self, nbytes: int, *, fills_by_host: bool) -> Iterator[Room]:
         """See `HostStep.lend`."""
         with self.places, self._slots.lend(nbytes) as slot:
             yield slot

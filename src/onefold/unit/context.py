@@ -25,7 +25,7 @@ from onefold.tier.store import Store
 from onefold.tier.workers import Workers
 from onefold.wire.collectives import Group
 from onefold.wire.lanes import PhaseNow
-from onefold.wire.transport import Transport
+from onefold.wire.transport import LocalTransport, Transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +280,16 @@ class Context:
         return self.transport.group.world_size
 
     @property
+    def exchanges(self) -> bool:
+        """True for several ranks, and for one that sends to itself (compose/routes.py)."""
+        return not isinstance(self.transport, LocalTransport)
+
+    @property
+    def gathers(self) -> bool:
+        """True if weights at rest are shards, which ranks gather."""
+        return self.is_sharded and self.exchanges
+
+    @property
     def rests_near(self) -> bool:
         """True if weights at rest lie where they are computed with."""
         weights = self.tiers.weight
@@ -351,9 +361,9 @@ class UnitSpec:
         compute_dtype = compute if compute is not None and casts else dtype
         near = context.rests_near
         moves = compute_dtype != dtype or plan.is_quantized
-        is_resident = context.rest_world == 1 and near and not moves
+        is_resident = not context.gathers and near and not moves
         steps_in_blocks = is_offloaded or not near
-        is_alone = context.mesh is None and context.world_size == 1 and context.sources == 1
+        is_alone = context.mesh is None and not context.exchanges and context.sources == 1
         shapes = [(owned.fqn, tuple(owned.values.shape)) for owned in plan.members]
         cuts = [owned.model for owned in plan.members if owned.model is not None]
         # by rows: a node that gathers has one range of rows, and a tile consists of rows

@@ -52,7 +52,7 @@ class UnitGather:
         self._gathered = -1  # all edits then
         rest, self._copies = weights.rest, weights.context.tiers.copies
         self._copy = torch._foreach_copy_ if self._copies is None else self._copies.copy
-        self._num_tags = rest.world_size if rest.world_size > 1 else 0
+        self._num_tags = rest.world_size if weights.context.gathers else 0
         self._reads_directly = weights.context.reads_directly and (
             weights.dtype == weights.compute_dtype
         )
@@ -98,8 +98,8 @@ class UnitGather:
             return self.weights.rows.read_into(full.tensor)
         if self._plan is None:
             context, rest = self._spec.context, self._spec.rest
-            self._plan = GatherPlan.on_one_axis(rest, context.rest_rank)
-            if rest.world_size > 1:
+            self._plan = GatherPlan.on_one_axis(rest, context.rest_rank, self._num_tags)
+            if self._num_tags:
                 self._layout = self._laid_out(self._plan.regions, self._transport, full)
         return self._send(full, self._plan, self._label("gather"))
 
@@ -127,15 +127,17 @@ class UnitGather:
             with copies:
                 ticket = self._begin(message, plan, label)
         except BaseException:
+            rows.leave_by(copies.mark())
             rows.give_back()
             raise
-        await_copies = copies.mark()
+        copied = copies.mark()
+        rows.leave_by(copied)
 
-        def copied() -> None:
-            await_copies()
+        def arrived() -> None:
+            copies.follow(copied)
             rows.give_back()
 
-        return ticket.then(copied)
+        return ticket.then(arrived)
 
     def _begin(self, message: Buffer, plan: GatherPlan, label: str) -> Ticket:
         weights, own = self.weights, self._rows_to_send()
@@ -188,7 +190,7 @@ class UnitGather:
         weights = self.weights
         with torch.no_grad():
             try:
-                weights.wait_step()
+                weights.join_step(raises=True)
                 bring()
             except TierError as error:
                 weights.note_failure(error)

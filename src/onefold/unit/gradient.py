@@ -27,7 +27,7 @@ from onefold.unit.buffer import Buffer
 from onefold.unit.local_mean import has_rows, scaled, take_rows
 from onefold.unit.node_reduction import reduction_of
 from onefold.unit.parameter import UnitParameter
-from onefold.unit.reduction import Landed, MeanBuffer, MeanRows
+from onefold.unit.reduction import Landed, MeanBuffer, MeanRows, known
 from onefold.unit.shown_grads import NoMean
 from onefold.unit.weights import UnitWeights
 from onefold.wire.ticket import DONE, Ticket
@@ -37,33 +37,29 @@ class UnitGradient:
     """Partial and reduced gradients of a unit's parameters."""
 
     def __init__(self, unit: UnitWeights, *, keeps_bytes: bool) -> None:
-        """`keeps_bytes`: those of reduced gradients stay allocated from step to step."""
         spec = self._spec = unit.spec
         self._unit = ref(unit)
         parameters = self._parameters = unit.parameters
         self.is_unused = False  # by every rank, in the last backward
         self._is_consumed = False  # stepped in backward, and freed: until the optimizer's step
         self._is_discarding = False  # an aborted backward: results that still arrive are dropped
-        # partial gradients: their bytes; `.grad` between micro-batches, and where it is a stand-in
-        # made here; and the parameters that those micro-batches trained, on every rank
+        # partial gradients: bytes; `.grad` between micro-batches, stand-ins; what these trained
         self.partial: dict[UnitParameter, int] = {}
         self._resting: dict[UnitParameter, Tensor] = {}
         self._stand_ins: set[UnitParameter] = set()
         self._due: set[UnitParameter] = set()
         self._earlier: set[UnitParameter] = set()  # had a `.grad` when the last backward began
-        # reduced gradients, and the `.grad` that shows each
         spans = [(p.span.start, p.span.stop) for p in parameters]
-        self._means = MeanBuffer(spec, spans, keeps_bytes=keeps_bytes)
-        self.shown: dict[UnitParameter, Tensor] = {}
+        self._means = MeanBuffer(spec, spans, keeps_bytes=keeps_bytes)  # from step to step
+        self.shown: dict[UnitParameter, Tensor] = {}  # the `.grad` that shows a mean
         self._reduced_at = -1  # steps that were done when a mean was last shown
-        # the reduction under way
         self.reduction = reduction_of(spec)
         self._landed: Landed | None = None
         self._following = DONE  # its second hop
+        self._late: Landed | None = None  # means that are not shown yet
         store, ledger = spec.context.store, spec.context.ledger
         self._has_rows, self._ledger = has_rows(spec), ledger
         self._partial_account = Account(self, Kind.PARTIAL_GRAD, store.name, ledger)
-        # of one rank alone, where gradients stay the tensors that autograd made
         self._local_account = Account(self, Kind.GRAD, store.name, ledger)
 
     @property
@@ -230,15 +226,13 @@ class UnitGradient:
     # reduced
 
     def start_reduce(self) -> Ticket:
-        """Begin the first hop of the average over the ranks; the ticket is done when it has landed.
-
-        Then `keep_sums` or `follow` is called, and after `follow` `end_following`.
-        """
+        """Begin the first hop; behind its ticket `keep_sums`, or `follow` and `end_following`."""
         parameters = self.trainable()
+        self.show_late()
         self.unit.join_step()  # it may still read the rows that are written now
         if self._is_consumed and parameters:
             self.check_there(parameters[0])
-        if self._spec.context.world_size == 1:
+        if not self._spec.context.exchanges:
             self._due.clear()
             return Ticket(finish=partial(self._keep_local, parameters))
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
@@ -279,7 +273,7 @@ class UnitGradient:
             self._count_reduced(parameters)
             self._count_local()
 
-    def _count_local(self) -> None:
+    def _count_local(self) -> None:  # of one rank alone: gradients stay autograd's own tensors
         if not self._has_rows:
             self._local_account.set(sum(p.unwrap(g).nbytes for p, g in self._with_grad().items()))
 
@@ -298,30 +292,39 @@ class UnitGradient:
         landed, self._landed = self._landed, None
         if landed is not None:
             self._due.update(landed.parameters)
-            self._show_resting(self.reduction.rest(landed.which, landed.users))
+            self._show_resting(self.reduction.rest(landed.which, known(landed.users)))
 
     def follow(self) -> None:
         """The first hop has landed: show the mean, or begin the second hop."""
         landed, self._landed = self._landed, None
         if landed is None:  # one rank alone, or the results are discarded
             return
-        reduction, parameters, users = self.reduction, landed.parameters, landed.users
+        reduction, parameters = self.reduction, landed.parameters
         self._due.clear()
         if reduction.finishes_alone:
-            self._show_users(parameters, users)
+            self._show_users(landed)
             return
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             mean = landed.mean or self.mean_rows(parameters)
             shown = [p in self.shown for p in parameters]
-            following = reduction.follow(landed.which, users, shown, mean)
-        self._following = (following or DONE).then(partial(self._show_users, parameters, users))
+            following = reduction.follow(landed.which, landed.users, shown, mean)
+        self._following = (following or DONE).then(partial(self._show_users, landed))
 
-    def _show_users(self, parameters: list[UnitParameter], users: list[bool]) -> None:
-        """Show the mean of parameters that some rank used."""
-        known = users if self.reduction.sees_all else self.reduction.users(users)
-        used = [p for p, is_used in zip(parameters, known, strict=True) if is_used]
-        self.is_unused = not used
-        self.show_all(used)
+    def _show_users(self, landed: Landed) -> None:
+        """Show the mean of parameters that some rank used: now, if the host knows these."""
+        if not self.reduction.sees_all:
+            landed = Landed(landed.parameters, self.reduction.users(landed.users), landed.mean)
+        self._late = landed
+        if isinstance(landed.users, list):
+            self.show_late()
+
+    def show_late(self) -> None:
+        """Show means that are not shown yet; the host may wait."""
+        late, self._late = self._late, None
+        if late is not None and not self._is_discarding:
+            used = late.used()
+            self.is_unused = not used
+            self.show_all(used)
 
     def _show_resting(self, resting: list[int]) -> None:
         """Show stand-ins until nodes exchange their sums, so that clearing them is noticed."""
@@ -372,10 +375,7 @@ class UnitGradient:
         return MeanRows(flat, [rows[p.index] for p in parameters], fresh)
 
     def drop_cleared(self) -> None:
-        """Forget gradients that users cleared (`zero_grad`), and free the bytes of reduced ones.
-
-        At stages 0 to 2 the bytes stay for the next backward, unless the user kept a gradient.
-        """
+        """Forget gradients that users cleared (`zero_grad`). At stage 3 free their bytes."""
         with torch._C.DisableTorchFunctionSubclass():
             if self._local_account.nbytes:
                 self._count_local()

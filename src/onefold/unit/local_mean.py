@@ -19,7 +19,7 @@ from onefold.unit.reduction import MeanRows
 def has_rows(spec: UnitSpec) -> bool:
     """True if the mean has rows of its own; else it is the tensors that autograd has made."""
     is_across = spec.steps_in_blocks and spec.context.store.device.type != "cpu"
-    return spec.context.world_size > 1 or is_across
+    return spec.context.exchanges or is_across
 
 
 def scaled(partial: Tensor, dtype: torch.dtype, sources: int) -> Tensor:

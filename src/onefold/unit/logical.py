@@ -316,6 +316,8 @@ def as_logical(outputs: Any) -> Any:
 class ShownData(LogicalTensor):
     """`.data` of a sharded parameter: edits are counted, reads are not."""
 
+    shows_weights = True
+
     @classmethod
     @torch._disable_dynamo
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -339,6 +341,8 @@ def warn_of_shards() -> None:
 
 class DetachedShard(LogicalTensor):
     """A shard in the state dict of a module or optimizer, which warns when it is pickled."""
+
+    shows_weights = True
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self._spec.mesh.size() > 1:

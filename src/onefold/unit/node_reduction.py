@@ -20,7 +20,7 @@ from onefold.layout.ledger import Kind
 from onefold.layout.messages import NodeParts, parts_of_replicas
 from onefold.unit.buffer import Buffer
 from onefold.unit.context import Hops, UnitSpec
-from onefold.unit.reduction import GradientHop, MeanRows, OneHop, Spread, Which
+from onefold.unit.reduction import GradientHop, MeanRows, OneHop, Spread, Users, Which
 from onefold.wire.ticket import Ticket
 from onefold.wire.transport import Transport
 
@@ -47,7 +47,7 @@ class Replicated(OneHop):
         self._waits = True
         return super().start(which, partials, used, mean)
 
-    def follow(self, which: Which, users: list[bool], shown: list[bool], mean: MeanRows) -> Ticket:
+    def follow(self, which: Which, users: Users, shown: list[bool], mean: MeanRows) -> Ticket:
         """See `OneHop.follow`. Exact means travel in the compute dtype, as partials do."""
         replicas, spec = self._between.transport, self._spec
         self._waits = False
@@ -59,7 +59,7 @@ class Replicated(OneHop):
         flags = self.counts.to(spec.compute_dtype)
         own = [row.new_empty(b - a) for row, (a, b) in zip(rows, self._spans(which), strict=True)]
         self.counts = torch.empty_like(self.counts)
-        is_used = [a or b for a, b in zip(users, shown, strict=True)]
+        is_used = [a or b for a, b in zip(self._fed(which, users), shown, strict=True)]
         first = self._between.reduce(
             which, is_used, [*rows, flags], [*own, self.counts], [True] * (len(rows) + 1)
         )
@@ -158,7 +158,7 @@ class TwoHop(OneHop):
             known = self._counts.get(index)
             self._counts[index] = count if known is None else known + count
 
-    def follow(self, which: Which, users: list[bool], shown: list[bool], mean: MeanRows) -> Ticket:
+    def follow(self, which: Which, users: Users, shown: list[bool], mean: MeanRows) -> Ticket:
         """See `OneHop.follow`. Exact messages travel in the compute dtype, as partials do;
         quantized messages are made of the sums as they are.
         """
@@ -172,7 +172,10 @@ class TwoHop(OneHop):
         regions = [span for index in which for span in self._regions(index, nodes)]
         partials = [sums.tensor[slice(*span)].to(wide) for span in regions]
         flags = torch.stack([*(self._counts[index] for index in which), self.counts[-1]]).to(dtype)
-        is_used = [u or i in self._users for i, u in zip(which, users, strict=True)]
+        is_used = [
+            used or index in self._users
+            for index, used in zip(which, self._fed(which, users), strict=True)
+        ]
         self._counts.clear()
         self._users.clear()
         self.counts = torch.empty_like(self.counts)
@@ -204,7 +207,7 @@ class TwoHop(OneHop):
 class SpreadTwoHop(TwoHop):
     """Stage 0: every rank reduces its rows in two hops, then all gather them."""
 
-    def follow(self, which: Which, users: list[bool], shown: list[bool], mean: MeanRows) -> Ticket:
+    def follow(self, which: Which, users: Users, shown: list[bool], mean: MeanRows) -> Ticket:
         second = super().follow(which, users, shown, mean)
         return second.then(lambda: self._gather_rows(which, mean.flat).wait())
 

@@ -387,6 +387,7 @@ class UnitParameter(ShardedForm):
         shown = self.wrap(self.local.detach())
         if isinstance(shown, DTensor):
             shown.__class__ = logical.DetachedShard
+            dtensors.introduce(shown, ref(self))
         self.unit.note_shown(shown)
         return shown
 
@@ -410,5 +411,6 @@ class UnitParameter(ShardedForm):
                 self._data = self.sharded.data
                 self._data.__class__ = logical.ShownData
                 self._data._label = self.label  # type: ignore[attr-defined]
+                dtensors.introduce(self._data, ref(self))
                 self.unit.edits.watch_data(self._data)
             return self._data

@@ -26,6 +26,7 @@ from onefold.layout.cut import Range
 from onefold.layout.ledger import Kind
 from onefold.layout.messages import Parts, gathered, reduce_message
 from onefold.layout.rows import Layout, Slot, split_at
+from onefold.tier.accelerator import Fetched
 from onefold.unit.buffer import Buffer
 from onefold.unit.context import Context, UnitSpec
 from onefold.wire.message_cut import MessageLayout
@@ -34,6 +35,15 @@ from onefold.wire.transport import ErrorFeedback, Reduction, Transport
 
 Which = tuple[int, ...]
 """The parameters of a message, by their index in the unit."""
+
+Users = list[bool] | Fetched
+"""Whether some rank used each parameter; or counts of ranks, on their way to the host."""
+
+
+def known(users: Users) -> list[bool]:
+    """Wait, on the host, for counts that are on their way."""
+    return users if isinstance(users, list) else [count != 0 for count in users.read().tolist()]
+
 
 Region = tuple[str, int] | None
 """The fqn of a parameter and one of its regions; None for a region without feedback."""
@@ -53,13 +63,17 @@ class Landed:
     """The result of a reduction's first hop."""
 
     parameters: list[Any]
-    users: list[bool]  # whether some rank used each parameter
+    users: Users
     mean: MeanRows | None
 
     @property
     def which(self) -> Which:
         """The numbers of the parameters."""
         return tuple([parameter.index for parameter in self.parameters])
+
+    def used(self) -> list[Any]:
+        """The parameters that some rank used."""
+        return [p for p, used in zip(self.parameters, known(self.users), strict=True) if used]
 
 
 class MeanBuffer:
@@ -274,29 +288,34 @@ class OneHop:
         assert mean is not None, "the first hop of this reduction fills the rows of the mean"
         return self._pieces(which, mean.rows), mean.fresh
 
-    def users(self, used: list[bool]) -> list[bool]:
+    def users(self, used: Users) -> Users:
         """For each parameter, whether some rank used it, from the counts of the last message.
 
         Raises `WireError` if the ranks did not all reduce this unit.
         """
         context, spec = self._spec.context, self._spec
         mean_tag = context.mean_tag(self.counts[-1:])
-        if context.tags.defers(mean_tag):
+        if is_late := context.tags.defers(mean_tag):
             context.tags.note(context, "reduce_scatter", spec.name, mean_tag, spec.tag)
         elif not context.is_tag(mean_tag.item(), self._spec.tag):
             raise context.mixed("reduce_scatter", self._spec.name, None)
-        if all(used):  # else the host has to wait for the device
+        if isinstance(used, list) and all(used):
             return used
-        return [count != 0 for count in self.counts[:-1].tolist()]
+        fetched = Fetched(self.counts[:-1])  # the host may have to wait for the device
+        return fetched if is_late else known(fetched)
 
     def follow(
-        self, which: Which, users: list[bool], shown: list[bool], mean: MeanRows
+        self, which: Which, users: Users, shown: list[bool], mean: MeanRows
     ) -> Ticket | None:
         """Begin the second hop, of gradients of `users` and zeros; None where there is none.
 
         `shown`: parameters whose mean of earlier micro-batches a `.grad` shows.
         """
         return None
+
+    def _fed(self, which: Which, users: Users) -> list[bool]:
+        """The parameters whose residuals the second hop adds to; any, if there is no feedback."""
+        return known(users) if self._spec.context.routes.feeds_back else [True] * len(which)
 
     @property
     def waits(self) -> bool:
@@ -358,5 +377,5 @@ class Spread(OneHop):
 
     finishes_alone = False
 
-    def follow(self, which: Which, users: list[bool], shown: list[bool], mean: MeanRows) -> Ticket:
+    def follow(self, which: Which, users: Users, shown: list[bool], mean: MeanRows) -> Ticket:
         return self._gather_rows(which, mean.flat)

@@ -57,13 +57,17 @@ def values_of(leaf: Any) -> Any:
 
 
 def await_readers(leaves: Iterable[Any]) -> None:
-    """Wait for background steps that still read these gradients, or write to these weights."""
+    """Wait for background steps that still read these gradients, or write to these weights.
+
+    And for copies that still read these weights.
+    """
     for leaf in leaves:
         if getattr(type(leaf), "awaits_readers", False):
             owner = getattr(leaf, "_onefold_owner", None)
             alive = owner() if owner is not None else None
             if alive is not None:
-                alive.unit.wait_step()
+                are_weights = getattr(type(leaf), "shows_weights", False)
+                alive.unit.wait_step() if are_weights else alive.unit.join_step(raises=True)
 
 
 class NoMean(Tensor):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -33,6 +32,7 @@ from onefold.unit.buffer import Buffer
 from onefold.unit.gather import UnitGather
 from onefold.unit.gradient import UnitGradient
 from onefold.unit.parameter import UnitParameter
+from onefold.unit.tile_rows import check_rows, found, places
 from onefold.wire.message_cut import MessageLayout
 from onefold.wire.ticket import DONE, Ticket
 from onefold.wire.transport import Reduction
@@ -71,6 +71,7 @@ class TiledWeight:
         self.num_rows, self.num_columns = parameter.slot.shape
         self.dtype = parameter.spec.compute_dtype
         self.tiles = _tiles(parameter, tile_nbytes)
+        self.tile_rows = [tile.rows for tile in self.tiles]
         numel = max(tile.num_rows for tile in self.tiles) * self.num_columns
         numel += self._context.world_size  # for tags
         store, ledger = self._context.store, self._context.ledger
@@ -119,7 +120,7 @@ class TiledWeight:
         if max_norm is not None or scale_grad_by_freq or sparse:
             raise self._refused("an Embedding with max_norm, scale_grad_by_freq or sparse")
         if self._context.is_inference:
-            _check_rows(tokens, self.num_rows)
+            check_rows(tokens, self.num_rows)
             return self._rows_of(tokens)
         if padding_idx is not None and padding_idx < 0:
             padding_idx += self.num_rows
@@ -167,7 +168,7 @@ class TiledWeight:
         own = room.tensor[before : before + tile.own[1] - tile.own[0]]
         tags = room.tensor[numel : numel + world_size]
         if world_size == 1 and self._gather.weights.weight.far is not None:
-            self._gather.weights.wait_step()
+            self._gather.weights.join_step(raises=True)
             return Ticket([context.tiers.fetchers.give(lambda: self._copy_near(tile.own, own))])
         self._gather.bring_and_tag(lambda: self._copy_near(tile.own, own), tags, rank)
         if world_size == 1:
@@ -355,10 +356,16 @@ class _Embedding(torch.autograd.Function):
         ctx.use = tiled.opened() if anchor.requires_grad else None
         ctx.save_for_backward(tokens)
         flat = tokens.reshape(-1)
-        _check_rows(flat, tiled.num_rows)
+        check_rows(flat, tiled.num_rows)
         y = torch.empty(len(flat), tiled.num_columns, dtype=tiled.dtype, device=flat.device)
+        if flat.device.type != "cpu":
+            numbers, rows = places(flat, tiled.tile_rows)
+            for number, (_, weight) in enumerate(tiled.whole_tiles()):
+                is_here = numbers == number
+                y = torch.where(is_here.unsqueeze(1), weight[rows * is_here], y)
+            return y.view(*tokens.shape, tiled.num_columns)
         for tile, weight in tiled.whole_tiles():
-            for positions, rows in _found(flat, tile):
+            for positions, rows in found(flat, tile.rows):
                 y[positions] = weight[rows]
         return y.view(*tokens.shape, tiled.num_columns)
 
@@ -371,29 +378,17 @@ class _Embedding(torch.autograd.Function):
             if ctx.padding_idx is not None:
                 out = out.masked_fill((flat == ctx.padding_idx).unsqueeze(1), 0)
             reducer = _TileReducer(tiled)
-            for tile in tiled.tiles:
-                partial = out.new_zeros(tile.num_rows, tiled.num_columns)
-                for positions, rows in _found(flat, tile):
+            is_queued = flat.device.type != "cpu"
+            here = places(flat, tiled.tile_rows) if is_queued else None
+            for number, tile in enumerate(tiled.tiles):
+                # the last row takes the gradients of other tiles
+                partial = out.new_zeros(tile.num_rows + is_queued, tiled.num_columns)
+                if here is not None:
+                    rows = torch.where(here[0] == number, here[1], tile.num_rows)
+                    partial = partial.index_add_(0, rows, out)[:-1]
+                for positions, rows in () if is_queued else found(flat, tile.rows):
                     partial.index_add_(0, rows, out[positions])
                 reducer.reduce(tile, partial)
             reducer.finish()
             tiled.closed(ctx.use)
         return None, None, None, None
-
-
-def _check_rows(tokens: Tensor, num_rows: int) -> None:
-    """Raise the IndexError of `F.embedding` for tokens that are no rows."""
-    with suppress(RuntimeError):  # of an empty batch
-        low, high = (int(bound) for bound in torch.aminmax(tokens))
-        if low < 0 or high >= num_rows:
-            raise IndexError("index out of range in self")
-
-
-def _found(tokens: Tensor, tile: Tile) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each rank's rows of a tile: positions of their tokens [T], and rows in the tile."""
-    first = 0
-    for start, stop in tile.rows:
-        positions = ((tokens >= start) & (tokens < stop)).nonzero().squeeze(1)
-        if len(positions):
-            yield positions, tokens[positions] - start + first
-        first += stop - start

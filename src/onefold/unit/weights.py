@@ -18,6 +18,7 @@ from torch import Tensor
 from onefold.errors import TierError
 from onefold.layout.ledger import Kind
 from onefold.layout.observer import Stream, watched
+from onefold.tier import accelerator
 from onefold.tier.files import FileRows
 from onefold.tier.scratch import Pieces
 from onefold.tier.slots import Room
@@ -80,6 +81,7 @@ class OwnRows:
         self._slot: Room | None = None
         self._task: Task | None = None
         self._edits = -1  # of the weight, when the fetch began
+        self._copied: accelerator.Event | None = None  # copies from rows that rest near end with it
 
     def start(self, edits: int, after: Waitable | None) -> None:
         """Begin to fetch the rows, once `after` is over; nothing to do where they rest near."""
@@ -129,6 +131,19 @@ class OwnRows:
         if task is not None and slot is not None:
             task.finish()
             self._tiers.slots.give(slot)
+
+    def leave_by(self, event: accelerator.Event) -> None:
+        """Copies of the rows to the device end with `event`."""
+        if self._slot is None:
+            self._copied = event
+        else:
+            self._slot.leave_by(event)
+
+    def await_copies(self) -> None:
+        """Wait, on the host, until no copy reads rows that rest near: they may be edited."""
+        copied, self._copied = self._copied, None
+        if copied is not None:
+            accelerator.finish(copied)
 
     def await_fetch(self) -> None:
         """Wait for a fetch that is under way; its rows stay. Its error is raised by `take`."""
@@ -218,8 +233,11 @@ class UnitWeights:
         """A step or a fetch failed: the weights are lost."""
         self.failure = failure
 
-    def join_step(self) -> None:
-        """Wait for the step that runs in the background; note its failure, if it failed."""
+    def join_step(self, *, raises: bool = False) -> None:
+        """Wait for the step that runs in the background; note its failure, if it failed.
+
+        Raises `TierError` if it did, with `raises`.
+        """
         if self.pending is not None:
             try:
                 with watched(self.context.ledger.observer, Stream.COMPUTE, "wait_step", self.name):
@@ -227,13 +245,16 @@ class UnitWeights:
             except TierError as error:
                 self.failure = error
             self.pending = None  # not before: an interrupted wait is waited for again
+        if raises and self.failure is not None:
+            raise self.failure
 
     def wait_step(self) -> None:
-        """Wait for the step that runs in the background. Raises `TierError` if it failed."""
-        if self.pending is not None:
-            self.join_step()
-        if self.failure is not None:
-            raise self.failure
+        """Let users read and edit own rows: wait for the step, and for copies of the rows.
+
+        Raises `TierError` if the step failed.
+        """
+        self.join_step(raises=True)
+        self.rows.await_copies()
 
     def forget(self) -> None:
         """Free memory in which users, or a checkpoint, read state of a far tier."""
