@@ -1,0 +1,204 @@
+"""What rounding alone makes of a program: plain torch with noise where Onefold rounds.
+
+    of a compute dtype    each weight, and each output of a module, by up to half a unit in the
+                          last place
+    of quantized weights  matrices in a forward, by up to half a step of the codec
+    of quantized grads    each rank's gradient of a matrix, by up to half a step
+
+A step of a codec is the largest element over 127 (int8) or 7 (int4); "-diff" sends whole weights
+once they were loaded or edited, so it counts as the rest. So a bound on a note comes from what the noise makes of it in this
+very program, not from a constant: a loss that ends in a valley is judged closely, one that blows
+rounding up loosely.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+import onefold
+from onefold.wire_config import PRESETS
+from tests.support.programs.drawing import Drawn, DrawnLeg
+from tests.support.programs.frame import Process, Value
+
+LEVELS = {"int8": 127, "int4": 7}
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Sizes of errors in one leg: relative to an element (`unit`), or to the largest one."""
+
+    unit: float = 0.0
+    weights: float = 0.0
+    gradients: float = 0.0
+    sums: float = 0.0  # of each element of a rank's gradient
+    keeps_errors: bool = False
+
+    @classmethod
+    def of(cls, leg: DrawnLeg, *, is_narrow: bool) -> Rounding:
+        """The rounding that a leg's arguments ask for."""
+        options = dict(leg.options)
+        precision, choice = options.get("precision", ""), eval(options.get("wire", "None"), NAMES)
+        text = precision + "".join(call for call in leg.operations if "autocast" in call)
+        narrow = is_narrow or re.search("bf16|bfloat16|autocast", text)
+        wire = PRESETS[choice] if isinstance(choice, str) else choice or onefold.Wire()
+        if leg.world_size == 1:
+            wire = onefold.Wire()
+        return cls(
+            unit=2.0**-8 if narrow else 2.0**-23,
+            weights=max(step_of(precision), step_of(str(wire.weights))),
+            gradients=step_of(str(wire.gradients)),
+            sums=2.0**-8 if narrow or "reduce=torch.bfloat16" in precision else 0.0,
+            keeps_errors=wire.feedback,
+        )
+
+
+NAMES = {"onefold": onefold}
+
+
+def step_of(text: str) -> float:
+    """The step of the coarsest codec that a text names, relative to the largest element."""
+    return max((1 / levels for word, levels in LEVELS.items() if word in text), default=0.0)
+
+
+@dataclass
+class Noisy(Process):
+    """The plain process with noise of the size of rounding errors."""
+
+    roundings: list[Rounding] = field(default_factory=list)
+    seed: int = 0
+    is_inside: bool = False
+    seen_weights: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    kept: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.source = torch.Generator().manual_seed(self.seed)
+
+    @property
+    def now(self) -> Rounding:
+        return self.roundings[self.leg]
+
+    def noise(self, like: Tensor) -> Tensor:
+        """Uniform between -0.5 and 0.5."""
+        return torch.rand(like.shape, generator=self.source, dtype=torch.float64) - 0.5
+
+    # weights and outputs
+
+    @contextmanager
+    def rounding(self) -> Iterator[None]:
+        """Weights are rounded in the block, as a forward and its backward see them."""
+        if self.is_inside:
+            yield
+            return
+        own = [(weight, weight.detach().clone()) for weight in self.parameters]
+        self.is_inside = True
+        try:
+            for weight, value in own:
+                weight.data.copy_(self.in_forward(weight, value))
+            yield
+        finally:
+            self.is_inside = False
+            for weight, value in own:
+                weight.data.copy_(value)
+
+    def rounded(self, value: Tensor) -> Tensor:
+        if not (value.is_floating_point() and self.now.unit):
+            return value
+        return value * (1 + self.now.unit * self.noise(value)).to(value.dtype)
+
+    def in_forward(self, weight: nn.Parameter, value: Tensor) -> Tensor:
+        """The values of a weight that a forward sees: the same ones until it changes."""
+        if not value.is_floating_point() or not value.numel():
+            return value
+        wide = value.double()
+        before, noisy = self.seen_weights.get(id(weight), (wide, None))
+        if noisy is not None and torch.equal(before, wide):
+            return noisy
+        noisy = wide * (1 + self.now.unit * self.noise(value))
+        if value.dim() > 1:
+            noisy += self.now.weights * wide.abs().max() * self.noise(value)
+        self.seen_weights[id(weight)] = wide, noisy
+        return noisy
+
+    # gradients
+
+    def loss(self, batch: Tensor, model: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """The mean loss; its gradients have errors of each rank's part."""
+        model = self.model if model is None else model
+        losses = [(model(part).float() - 1).square().mean() for part in self.parts(batch)]
+        total = sum(losses[1:], losses[0]) / len(losses)
+        now = self.now
+        if not ((now.gradients or now.sums) and total.requires_grad):
+            return total
+        for rank, part in enumerate(self.parts(batch)):
+            grads = self.gradients_of(model, part)
+            for name, weight in self.model.named_parameters():
+                if name in grads and weight.requires_grad:
+                    error = self.error_of(grads[name] / len(losses), rank, weight)
+                    total = total + ((weight - weight.detach()) * error.to(weight.dtype)).sum()
+        return total
+
+    def gradients_of(self, model: Callable[[Tensor], Tensor], part: Tensor) -> dict[str, Tensor]:
+        """The gradients of one rank's rows, by names; a copy computes them."""
+        root, called = copy.deepcopy((self.model, model))
+        (called(part).float() - 1).square().mean().backward()
+        return {
+            name: weight.grad.double()
+            for name, weight in root.named_parameters()
+            if weight.grad is not None and weight.numel() and weight.is_floating_point()
+        }
+
+    def error_of(self, grad: Tensor, rank: int, weight: nn.Parameter) -> Tensor:
+        """What a rank's message makes of its gradient; with feedback, the next one takes it back."""
+        error = self.now.sums * grad * self.noise(grad)
+        if grad.dim() > 1:
+            error += self.now.gradients * grad.abs().max() * self.noise(grad)
+        if not self.now.keeps_errors:
+            return error
+        before, self.kept[rank, id(weight)] = self.kept.get((rank, id(weight))), error
+        return error if before is None else error - before
+
+
+@contextmanager
+def noise_in(process: Noisy) -> Iterator[None]:
+    """Modules are called, and gradients computed, with this process's rounded weights."""
+
+    def in_rounding(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **more: Any) -> Any:
+            with process.rounding():
+                out = original(*args, **more)
+            is_call = isinstance(args[0], nn.Module)
+            return tree_map_only(Tensor, process.rounded, out) if is_call else out
+
+        return call
+
+    with ExitStack() as patches:
+        for owner, name in ((nn.Module, "__call__"), (Tensor, "backward"), (torch.autograd, "grad")):
+            new = in_rounding(getattr(owner, name))
+            patches.enter_context(mock.patch.object(owner, name, new))
+        yield
+
+
+def run_noisy(drawn: Drawn, folder: str, seed: int) -> dict[str, Value]:
+    """Notes of the plain process with noise, in a dtype that does not round by itself."""
+    roundings = [Rounding.of(leg, is_narrow=drawn.is_narrow) for leg in drawn.legs]
+    drawn = widened(drawn)
+    process = Noisy(drawn.program(), folder, is_plain=True, roundings=roundings, seed=seed)
+    with noise_in(process):
+        for leg in range(len(drawn.legs)):
+            process.run_leg(leg)
+    return process.seen
+
+
+def widened(drawn: Drawn) -> Drawn:
+    """The program in fp32, where it is in bfloat16."""
+    return replace(drawn, dtype="float32") if drawn.dtype == "bfloat16" else drawn
