@@ -239,6 +239,10 @@ class Process:
         """The mean loss of this process's rows."""
         model = self.model if model is None else model
         losses = [(model(part).float() - 1).square().mean() for part in self.parts(batch)]
+        return self.mean(losses)
+
+    def mean(self, losses: list[Tensor]) -> Tensor:
+        """The loss of rows whose parts have these."""
         return sum(losses[1:], losses[0]) / len(losses)
 
     def accumulating(self, is_last: bool) -> AbstractContextManager[None]:

@@ -25,7 +25,7 @@ from tests.support.programs.branches import takes_other_branches
 from tests.support.programs.drawing import Drawn, DrawnLeg, draw
 from tests.support.programs.frame import Value, differences, distance, run_plain, run_rank
 from tests.support.programs.gloo import run_gloo_ranks
-from tests.support.programs.rounding import run_noisy, widened
+from tests.support.programs.rounding import run_noisy, run_wide
 from tests.support.programs.verdicts import Ended, Verdict, of_exception
 
 Notes = dict[str, Value]
@@ -113,7 +113,7 @@ class Reference:
     """Notes of plain torch, and how far each may be off.
 
     `wide` are those of a bfloat16 program in fp32: Onefold keeps masters, plain torch does not, and
-    either is right.
+    either is right. (torch's fused SGD computes wrong bfloat16 weights beyond 32 elements.)
     """
 
     notes: Notes
@@ -125,8 +125,17 @@ class Reference:
         lines = differences(got, self.notes, self.bounds)
         if not lines or self.wide is self.notes:
             return lines
-        others = "\n".join(differences(got, self.wide, self.bounds))
-        return [line for line in lines if re.split(" is | differs by ", line)[0] in others]
+        return [line for line in lines if not self._is_near_wide(name_in(line), got)]
+
+    def _is_near_wide(self, name: str, got: Notes) -> bool:
+        mine, value = got.get(name), self.wide.get(name)
+        is_same = isinstance(mine, Tensor) and isinstance(value, Tensor) and mine.shape == value.shape
+        return is_same and distance(mine, value) <= self.bounds.get(name, 0.0)
+
+
+def name_in(line: str) -> str:
+    """The note of a sentence of `differences`."""
+    return re.split(" is | differs by ", line)[0]
 
 
 def plain(drawn: Drawn) -> Reference:
@@ -140,7 +149,7 @@ def plain(drawn: Drawn) -> Reference:
             noise = LOSSY_SHIFT if drawn.is_lossy else SHIFT
             shifted = run_plain(drawn.program(), folder, noise)
             if drawn.is_lossy:
-                wide = run_plain(widened(drawn).program(), folder)
+                wide = run_wide(drawn, folder)
                 noisy = [run_noisy(drawn, folder, seed) for seed in range(NOISY_RUNS)]
         except OnefoldError:
             raise

@@ -1,7 +1,7 @@
 """What rounding alone makes of a program: plain torch with noise where Onefold rounds.
 
-    of a compute dtype    each weight, and each output of a module, by up to half a unit in the
-                          last place
+    of a compute dtype    each weight, each output of a module, and the sums that gradients are, by
+                          up to half a unit in the last place
     of quantized weights  matrices in a forward, by up to half a step of the codec
     of quantized grads    each rank's gradient of a matrix, by up to half a step
 
@@ -28,19 +28,22 @@ from torch.utils._pytree import tree_map_only
 import onefold
 from onefold.wire_config import PRESETS
 from tests.support.programs.drawing import Drawn, DrawnLeg
-from tests.support.programs.frame import Process, Value
+from tests.support.programs.frame import ROWS, Process, Value
 
 LEVELS = {"int8": 127, "int4": 7}
+STEPPED = (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
+SUMMED = 4 * ROWS  # words that a batch looks up, so roundings of one sum at most
+OF_STEPS = 8.0  # these round gates or scores, products and states about 64 times: a random walk
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """Sizes of errors in one leg: relative to an element (`unit`), or to the largest one."""
+    """Sizes of errors in one leg: relative to an element (`unit`), else to the largest one."""
 
     unit: float = 0.0
     weights: float = 0.0
     gradients: float = 0.0
-    sums: float = 0.0  # of each element of a rank's gradient
+    sums: float = 0.0  # of sums in a narrow dtype, of which a rank's gradient is made
     keeps_errors: bool = False
 
     @classmethod
@@ -76,6 +79,7 @@ class Noisy(Process):
 
     roundings: list[Rounding] = field(default_factory=list)
     seed: int = 0
+    of_batch: torch.dtype = torch.float32
     is_inside: bool = False
     seen_weights: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     kept: dict[tuple[int, int], Tensor] = field(default_factory=dict)
@@ -84,12 +88,22 @@ class Noisy(Process):
         self.source = torch.Generator().manual_seed(self.seed)
 
     @property
+    def tables(self) -> list[nn.Parameter]:
+        """Weights of embeddings: their gradients are summed row by row in the narrow dtype."""
+        kinds = (nn.Embedding, nn.EmbeddingBag)
+        return [module.weight for module in self.model.modules() if isinstance(module, kinds)]
+
+    @property
     def now(self) -> Rounding:
         return self.roundings[self.leg]
 
     def noise(self, like: Tensor) -> Tensor:
         """Uniform between -0.5 and 0.5."""
         return torch.rand(like.shape, generator=self.source, dtype=torch.float64) - 0.5
+
+    def batch(self) -> Tensor:
+        """The next global batch, whose rows are rounded as in the program."""
+        return super().batch().to(self.of_batch).to(self.program.dtype)
 
     # weights and outputs
 
@@ -110,10 +124,10 @@ class Noisy(Process):
             for weight, value in own:
                 weight.data.copy_(value)
 
-    def rounded(self, value: Tensor) -> Tensor:
+    def rounded(self, value: Tensor, times: float = 1.0) -> Tensor:
         if not (value.is_floating_point() and self.now.unit):
             return value
-        return value * (1 + self.now.unit * self.noise(value)).to(value.dtype)
+        return value * (1 + times * self.now.unit * self.noise(value)).to(value.dtype)
 
     def in_forward(self, weight: nn.Parameter, value: Tensor) -> Tensor:
         """The values of a weight that a forward sees: the same ones until it changes."""
@@ -147,6 +161,20 @@ class Noisy(Process):
                     total = total + ((weight - weight.detach()) * error.to(weight.dtype)).sum()
         return total
 
+    def mean(self, losses: list[Tensor]) -> Tensor:
+        """The mean of losses that an operation computes; its gradients have errors as well."""
+        total = super().mean(losses)
+        weights = [q for q in self.parameters if q.requires_grad and q.is_floating_point()]
+        for rank, part in enumerate(losses if self.now.gradients or self.now.sums else ()):
+            mine = torch.autograd.grad(
+                part / len(losses), weights, retain_graph=True, allow_unused=True
+            )
+            for weight, grad in zip(weights, mine, strict=True):
+                if grad is not None and grad.numel():
+                    error = self.error_of(grad.double(), rank, weight)
+                    total = total + ((weight - weight.detach()) * error.to(weight.dtype)).sum()
+        return total
+
     def gradients_of(self, model: Callable[[Tensor], Tensor], part: Tensor) -> dict[str, Tensor]:
         """The gradients of one rank's rows, by names; a copy computes them."""
         root, called = copy.deepcopy((self.model, model))
@@ -159,7 +187,10 @@ class Noisy(Process):
 
     def error_of(self, grad: Tensor, rank: int, weight: nn.Parameter) -> Tensor:
         """What a rank's message makes of its gradient; with feedback, the next one takes it back."""
-        error = self.now.sums * grad * self.noise(grad)
+        # of terms that may cancel, so relative to the largest element
+        error = self.now.sums * grad.abs().max() * self.noise(grad)
+        if any(weight is table for table in self.tables):
+            error *= SUMMED**0.5
         if grad.dim() > 1:
             error += self.now.gradients * grad.abs().max() * self.noise(grad)
         if not self.now.keeps_errors:
@@ -176,8 +207,10 @@ def noise_in(process: Noisy) -> Iterator[None]:
         def call(*args: Any, **more: Any) -> Any:
             with process.rounding():
                 out = original(*args, **more)
-            is_call = isinstance(args[0], nn.Module)
-            return tree_map_only(Tensor, process.rounded, out) if is_call else out
+            if not isinstance(args[0], nn.Module):
+                return out
+            times = OF_STEPS if isinstance(args[0], STEPPED) else 1.0
+            return tree_map_only(Tensor, lambda value: process.rounded(value, times), out)
 
         return call
 
@@ -189,16 +222,34 @@ def noise_in(process: Noisy) -> Iterator[None]:
 
 
 def run_noisy(drawn: Drawn, folder: str, seed: int) -> dict[str, Value]:
-    """Notes of the plain process with noise, in a dtype that does not round by itself."""
+    """Notes of the plain process with noise, in dtypes that do not round by themselves."""
     roundings = [Rounding.of(leg, is_narrow=drawn.is_narrow) for leg in drawn.legs]
-    drawn = widened(drawn)
-    process = Noisy(drawn.program(), folder, is_plain=True, roundings=roundings, seed=seed)
+    return _run(drawn, folder, roundings, seed)
+
+
+def run_wide(drawn: Drawn, folder: str) -> dict[str, Value]:
+    """Notes of the plain process, with bfloat16 weights in fp32."""
+    return _run(drawn, folder, [Rounding() for _ in drawn.legs], 0)
+
+
+def _run(drawn: Drawn, folder: str, roundings: list[Rounding], seed: int) -> dict[str, Value]:
+    program = drawn.program()
+
+    def build() -> nn.Module:
+        module = program.build()
+        if program.dtype == torch.bfloat16:
+            module.to(torch.bfloat16)  # the values that the program begins with
+        for weight in module.parameters():
+            if weight.dtype == torch.bfloat16:
+                weight.data = weight.data.float()
+        return module
+
+    dtype = torch.float32 if program.dtype == torch.bfloat16 else program.dtype
+    process = Noisy(
+        replace(program, build=build, dtype=dtype), folder, is_plain=True,
+        roundings=roundings, seed=seed, of_batch=program.dtype,
+    )  # fmt: skip
     with noise_in(process):
         for leg in range(len(drawn.legs)):
             process.run_leg(leg)
     return process.seen
-
-
-def widened(drawn: Drawn) -> Drawn:
-    """The program in fp32, where it is in bfloat16."""
-    return replace(drawn, dtype="float32") if drawn.dtype == "bfloat16" else drawn
