@@ -65,6 +65,12 @@ class Rounding:
         )
 
 
+    def __mul__(self, times: float) -> Rounding:
+        sizes = {name: times * getattr(self, name) for name in SIZES}
+        return replace(self, **sizes)
+
+
+SIZES = ("unit", "weights", "gradients", "sums")
 NAMES = {"onefold": onefold}
 
 
@@ -221,9 +227,9 @@ def noise_in(process: Noisy) -> Iterator[None]:
         yield
 
 
-def run_noisy(drawn: Drawn, folder: str, seed: int) -> dict[str, Value]:
-    """Notes of the plain process with noise, in dtypes that do not round by themselves."""
-    roundings = [Rounding.of(leg, is_narrow=drawn.is_narrow) for leg in drawn.legs]
+def run_noisy(drawn: Drawn, folder: str, seed: int, times: float = 1.0) -> dict[str, Value]:
+    """Notes of the plain process with `times` the noise, in dtypes that do not round."""
+    roundings = [Rounding.of(leg, is_narrow=drawn.is_narrow) * times for leg in drawn.legs]
     return _run(drawn, folder, roundings, seed)
 
 
