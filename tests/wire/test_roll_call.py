@@ -43,7 +43,9 @@ def test_ranks_that_wait_on_two_lanes_for_one_another_cannot_go_on():
 def test_the_one_rank_that_does_not_answer_is_named_within_a_second(world_size):
     """Of three, rank 1 lives and answers at its next poll."""
     store, owner = dist.HashStore(), threading.Event()
-    calls = [RollCall(store, r, world_size, owner, is_whole_job=True) for r in range(world_size - 1)]
+    calls = [
+        RollCall(store, r, world_size, owner, is_whole_job=True) for r in range(world_size - 1)
+    ]
     begun = time.monotonic()
     assert calls[0].find_gone() == f"rank {world_size - 1} ended without a word"
     assert time.monotonic() - begun < SECOND

@@ -42,6 +42,7 @@ NOISY_RUNS, DEVIATIONS, LOUDER = 4, 10, 5.0
 mean over so many runs, and by what so much louder noise makes of it: this one crosses the steps of
 a program (signs, branches, rows of experts) that are near."""
 
+
 class Judge:
     """Judges programs on ranks that `run_ranks(world_size, body, *args)` starts.
 
@@ -130,7 +131,9 @@ class Reference:
 
     def _is_near_wide(self, name: str, got: Notes) -> bool:
         mine, value = got.get(name), self.wide.get(name)
-        is_same = isinstance(mine, Tensor) and isinstance(value, Tensor) and mine.shape == value.shape
+        is_same = (
+            isinstance(mine, Tensor) and isinstance(value, Tensor) and mine.shape == value.shape
+        )
         return is_same and distance(mine, value) <= self.bounds.get(name, 0.0)
 
 

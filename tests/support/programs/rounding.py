@@ -64,7 +64,6 @@ class Rounding:
             keeps_errors=wire.feedback,
         )
 
-
     def __mul__(self, times: float) -> Rounding:
         sizes = {name: times * getattr(self, name) for name in SIZES}
         return replace(self, **sizes)
@@ -221,7 +220,11 @@ def noise_in(process: Noisy) -> Iterator[None]:
         return call
 
     with ExitStack() as patches:
-        for owner, name in ((nn.Module, "__call__"), (Tensor, "backward"), (torch.autograd, "grad")):
+        for owner, name in (
+            (nn.Module, "__call__"),
+            (Tensor, "backward"),
+            (torch.autograd, "grad"),
+        ):
             new = in_rounding(getattr(owner, name))
             patches.enter_context(mock.patch.object(owner, name, new))
         yield
