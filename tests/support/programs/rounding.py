@@ -6,9 +6,10 @@
     of quantized grads    each rank's gradient of a matrix, by up to half a step
 
 A step of a codec is the largest element over 127 (int8) or 7 (int4); "-diff" sends whole weights
-once they were loaded or edited, so it counts as the rest. So a bound on a note comes from what the noise makes of it in this
-very program, not from a constant: a loss that ends in a valley is judged closely, one that blows
-rounding up loosely.
+once they were loaded or edited, so it counts as the rest.
+
+So a bound on a note comes from what the noise makes of it in this very program, not from a
+constant: a loss that ends in a valley is judged closely, one that blows rounding up loosely.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Noisy(Process):
     seed: int = 0
     of_batch: torch.dtype = torch.float32
     is_inside: bool = False
-    seen_weights: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    seen_weights: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
     kept: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -139,13 +140,13 @@ class Noisy(Process):
         if not value.is_floating_point() or not value.numel():
             return value
         wide = value.double()
-        before, noisy = self.seen_weights.get(id(weight), (wide, None))
+        before, noisy = self.seen_weights.get((self.leg, id(weight)), (wide, None))
         if noisy is not None and torch.equal(before, wide):
             return noisy
         noisy = wide * (1 + self.now.unit * self.noise(value))
         if value.dim() > 1:
             noisy += self.now.weights * wide.abs().max() * self.noise(value)
-        self.seen_weights[id(weight)] = wide, noisy
+        self.seen_weights[self.leg, id(weight)] = wide, noisy
         return noisy
 
     # gradients
@@ -191,7 +192,7 @@ class Noisy(Process):
         }
 
     def error_of(self, grad: Tensor, rank: int, weight: nn.Parameter) -> Tensor:
-        """What a rank's message makes of its gradient; with feedback, the next one takes it back."""
+        """The error of a rank's message; with feedback, the next one takes it back."""
         # of terms that may cancel, so relative to the largest element
         error = self.now.sums * grad.abs().max() * self.noise(grad)
         if any(weight is table for table in self.tables):
@@ -228,6 +229,13 @@ def noise_in(process: Noisy) -> Iterator[None]:
             new = in_rounding(getattr(owner, name))
             patches.enter_context(mock.patch.object(owner, name, new))
         yield
+
+
+def asks_for_bfloat16(drawn: Drawn) -> bool:
+    """True if a module of wider weights computes in bfloat16."""
+    return not drawn.is_narrow and any(
+        Rounding.of(leg, is_narrow=False).unit == 2.0**-8 for leg in drawn.legs
+    )
 
 
 def run_noisy(drawn: Drawn, folder: str, seed: int, times: float = 1.0) -> dict[str, Value]:
