@@ -124,7 +124,9 @@ class Writer(dcp.FileSystemWriter):
             for writer in self.files.writers:
                 if writer.failure is not None:
                     raise writer.failure from None
-            if error.__context__ is not None:  # torch's archive fails once more as it closes
+            if (
+                isinstance(error, RuntimeError) and error.__context__ is not None
+            ):  # torch's archive fails once more as it closes
                 raise error.__context__ from None
             raise
 
