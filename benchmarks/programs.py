@@ -35,8 +35,9 @@ from contest.results import append_run
 
 from tests.support.programs.drawing import Drawn, draw, draw_trainer
 from tests.support.programs.gloo import run_gloo_ranks
-from tests.support.programs.judging import Judge, Verdict, judge_seed
+from tests.support.programs.judging import Judge, judge_seed
 from tests.support.programs.shrinking import shrink
+from tests.support.programs.verdicts import Verdict
 from tests.support.ranks import run_ranks
 
 Job = Callable[[], Any]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import warnings
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -179,6 +180,49 @@ def test_torchs_full_optimizer_state_goes_from_rank_0s_file_to_every_rank(stage,
 
     for weights in run_ranks(world_size, load):
         assert all(map(torch.equal, weights, wanted))
+
+
+MATRICES = [MUON, partial(torch.optim.Adafactor, lr=1e-2)]
+
+
+@pytest.mark.parametrize("full", [True, False])
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("make", MATRICES, ids=["Muon", "Adafactor"])
+def test_torchs_calls_give_each_rank_its_matrices_back_and_refuse_those_of_rank_0(
+    make, stage, world_size, full, tmp_path
+):
+    """A raw KeyError of torch: ranks had other keys in their state dicts."""
+    options = StateDictOptions(full_state_dict=full)
+
+    def body(rank):
+        module, optimizer = ready(make, stage)
+        steps(module, optimizer)
+        weights = weights_of(module)
+        own = copy.deepcopy(get_optimizer_state_dict(module, optimizer, options=options))
+        of_first = [own]
+        dist.broadcast_object_list(of_first)
+        steps(module, optimizer)
+        after = weights_of(module)
+
+        module, optimizer = ready(make, stage)
+        with onefold.unsharded(module, writeback=True), torch.no_grad():
+            for parameter, value in zip(module.parameters(), weights, strict=True):
+                parameter.copy_(value)
+        set_optimizer_state_dict(module, optimizer, own, options=options)
+        onefold.save(tmp_path / "loaded", module, optimizer)
+        steps(module, optimizer)
+        assert all(map(torch.equal, weights_of(module), after))
+        onefold.load(tmp_path / "loaded", module, optimizer)
+        steps(module, optimizer)
+        assert all(map(torch.equal, weights_of(module), after))
+        if stage and full:
+            module, optimizer = ready(make, stage)
+            refuses = pytest.raises(onefold.StateError, match=REFUSED) if rank else nullcontext()
+            with refuses:
+                set_optimizer_state_dict(module, optimizer, of_first[0], options=options)
+
+    run_ranks(world_size, body)
 
 
 def test_numbers_of_a_loaded_state_go_where_a_fused_step_reads_them():

@@ -16,8 +16,9 @@ import pytest
 from onefold.errors import ConfigError, WireError
 from tests.support.forking import HANG_S
 from tests.support.programs.drawing import Drawn, DrawnLeg, draw, draw_trainer
-from tests.support.programs.judging import Judge, Verdict, judge_seed, of_exception
+from tests.support.programs.judging import Judge, judge_seed
 from tests.support.programs.shrinking import shrink
+from tests.support.programs.verdicts import Ended, Verdict, of_exception
 from tests.support.ranks import run_ranks
 
 SEEDS = [range(30), range(30, 60)]
@@ -75,6 +76,65 @@ def test_a_wrong_value_is_seen_on_one_rank_and_on_all():
     assert Judge(run_ranks).judge(ONE_STEP) == Verdict("right")
     for ranks in ([1], [0, 1]):
         assert Judge(shifted(ranks)).judge(ONE_STEP, compares=False).kind == "wrong"
+
+
+def test_a_lossy_program_is_judged_by_what_rounding_makes_of_it():
+    """Gradients that are 5 % off are no rounding; the bound was once as large as they are."""
+    lossy = {
+        "precision": '"bf16"',
+        "wire": 'onefold.Wire(gradients="int8")',
+    }
+    for name, choice in lossy.items():
+        leg = replace(ONE_STEP.legs[0], options=(("stage", "2"), (name, choice)))
+        drawn = replace(ONE_STEP, blocks=("Residual()", "Residual()"), legs=(leg,))
+        assert Judge(run_ranks).judge(drawn) == Verdict("right"), name
+        assert Judge(off_by(1.05)).judge(drawn).kind == "wrong", name
+
+
+def off_by(factor):
+    def run(*args):
+        notes = run_ranks(*args)
+        for seen in notes:
+            seen |= {name: value * factor for name, value in seen.items() if "grad" in name}
+        return notes
+
+    return run
+
+
+@pytest.mark.parametrize("seed", [52054, 52165])
+def test_rounding_that_a_program_blows_up_is_no_defect(seed):
+    """int4 over an error that feedback kept; fp32 masters of a bfloat16 module."""
+    _, verdict = judge_seed(seed, Judge(run_ranks))
+    assert verdict == Verdict("right")
+
+
+BRANCHES = replace(
+    ONE_STEP,
+    blocks=("Gated()",),
+    legs=(DrawnLeg(3, (("stage", "3"), ("units", "[]")), ("train(p)", "train(p)")),),
+)
+WIRE = WireError("gather of unit 'one' on every rank", "another unit on rank 2", hint="one unit")
+
+
+@pytest.mark.parametrize(
+    ("blocks", "others", "kind"),
+    [
+        (("Gated()",), WIRE, "refused"),
+        (("Residual()",), WIRE, "raw"),  # all ranks do the same
+        (("Gated()",), None, "raw"),  # one rank ends well
+        (("Gated()",), KeyError("x"), "raw"),
+    ],
+)
+def test_an_error_of_the_wire_refuses_other_branches_if_every_rank_names_it(blocks, others, kind):
+    def fails(*args):
+        raise WIRE
+
+    def ends(*args):
+        verdicts = [of_exception(WIRE), others and of_exception(others), of_exception(WIRE)]
+        raise Ended(verdicts[0], verdicts)
+
+    drawn = replace(BRANCHES, blocks=blocks)
+    assert Judge(fails, ends).judge(drawn).kind == kind
 
 
 def test_an_error_is_a_refusal_only_with_what_was_expected_and_a_hint():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -15,11 +16,12 @@ from torch.distributed import distributed_c10d
 
 import onefold
 from onefold.wire.frames import RAN_S, Stacks
-from onefold.wire.roll_call import Answer
+from onefold.wire.roll_call import Answer, RollCall
 from onefold.wire.roll_call import find_deadlock as deadlock_of
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import run_processes, seeded
 
+SECOND = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 ELSEWHERE = Answer("no collective")
 
 
@@ -35,6 +37,19 @@ def test_ranks_that_wait_on_two_lanes_for_one_another_cannot_go_on():
     assert find_deadlock(
         [waits("call", 3, call=3, forward=8), waits("forward", 9, call=2, forward=9)]
     )
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_one_rank_that_does_not_answer_is_named_within_a_second(world_size):
+    """Of three, rank 1 lives and answers at its next poll."""
+    store, owner = dist.HashStore(), threading.Event()
+    calls = [
+        RollCall(store, r, world_size, owner, is_whole_job=True) for r in range(world_size - 1)
+    ]
+    begun = time.monotonic()
+    assert calls[0].find_gone() == f"rank {world_size - 1} ended without a word"
+    assert time.monotonic() - begun < SECOND
+    del owner
 
 
 def test_a_rank_that_is_behind_in_a_message_all_have_begun_can_go_on():

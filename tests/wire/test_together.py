@@ -13,6 +13,7 @@ from torch import nn
 
 import onefold
 from onefold.checkpoint import contents, save, targets
+from onefold.checkpoint.checked_files import BlockWriter
 from onefold.checkpoint.storage import WritePlanner
 from onefold.engine.registry import engine_of
 from onefold.errors import CheckpointError, ConfigError, OnefoldError, TierError, WireError
@@ -209,6 +210,31 @@ def test_a_rank_that_fails_between_messages_ends_the_others_by_name(
         kind = ConfigError
     check(runs, size - 1, own, kind)
     assert not (tmp_path / "second").exists()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_an_error_amid_a_file_is_raised_itself_not_what_its_archive_makes_of_it(
+    error, tmp_path, monkeypatch
+):
+    """torch's archive closes after it, and fails for the bytes that are missing."""
+    before, parts = BlockWriter.write, []
+
+    def gated(self, data):
+        if dist.get_rank() == 1 and len(data) < 200:  # parts of an archive
+            parts.append(data)
+            if len(parts) == 3:
+                raise error("on purpose")
+        return before(self, data)
+
+    monkeypatch.setattr(BlockWriter, "write", gated)
+
+    def body(rank):
+        module, optimizer = module_of(rank)
+        onefold.shard(module, optimizer)
+        return outcome(lambda: onefold.save(tmp_path / "torn", module, optimizer))
+
+    check(run_ranks(2, body), 1, error, CheckpointError)
+    assert not (tmp_path / "torn").exists()
 
 
 def test_a_save_that_one_rank_could_not_prepare_leaves_the_group_in_step(tmp_path):

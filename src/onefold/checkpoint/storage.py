@@ -120,10 +120,14 @@ class Writer(dcp.FileSystemWriter):
         try:  # every byte has a checksum already; this switch of torch holds for one thread
             with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
                 return super().write_data(plan, planner)
-        except Exception:
+        except Exception as error:
             for writer in self.files.writers:
                 if writer.failure is not None:
                     raise writer.failure from None
+            if (
+                isinstance(error, RuntimeError) and error.__context__ is not None
+            ):  # torch's archive fails once more as it closes
+                raise error.__context__ from None
             raise
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

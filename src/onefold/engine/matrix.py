@@ -53,9 +53,9 @@ class MatrixStep:
         return [parameter for parameter in parameters if self._is_mine(parameter)]
 
     def keeper_of(self, parameter: UnitParameter) -> int | None:
-        """Return the parameter's owner, if that is another rank."""
+        """Return the parameter's owner; None if every rank keeps its state."""
         owner = self._owner.get(parameter, -1)
-        return None if owner in (-1, parameter.unit.context.rank) else owner
+        return None if owner == -1 else owner
 
     def enter(
         self, groups: list[list[UnitParameter]], rules: Sequence[object]

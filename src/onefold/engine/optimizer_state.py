@@ -29,7 +29,12 @@ from onefold.unit.logical import DetachedShard, LogicalTensor, dtensor_over
 from onefold.unit.parameter import UnitParameter
 
 KEPT_BY, OF_RANKS = "onefold_kept_by", "onefold_of_ranks"
-"""Keys in a state dict, in place of a parameter's state: a rank, and the number of ranks."""
+"""Keys in a state dict, in place of a parameter's state: a rank, and the number of ranks. With the
+state itself: the same, but ranks are negative. All ranks have the same keys, as torch expects of
+`full_state_dict=True`: else `set_optimizer_state_dict` ends in a KeyError."""
+
+NO_STEP = -1.0
+"""Stands for the steps of a state that counts none, such as Muon's."""
 
 
 def name_keeper(parameter: UnitParameter, rank: int) -> dict[str, Any]:
@@ -70,7 +75,9 @@ def own_state(parameter: UnitParameter, state: Mapping[str, Any]) -> dict[str, A
     tensors of all rows, as from one process, fit everywhere.
     """
     context = parameter.unit.context
-    keeper, world_size = state.get(KEPT_BY), state.get(OF_RANKS)
+    keeper, world_size = state.get(KEPT_BY), state.get(OF_RANKS, 0)
+    if world_size < 0:
+        return unnamed(state)
     if keeper is not None and (keeper == context.rest_rank or world_size != context.rest_world):
         got = f"one of {world_size} ranks, where rank {int(keeper.real)} keeps it"
         raise _another_ranks(parameter, got)
@@ -83,6 +90,12 @@ def own_state(parameter: UnitParameter, state: Mapping[str, Any]) -> dict[str, A
     return {} if keeper is not None else dict(state)
 
 
+def unnamed(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state without the name of its keeper."""
+    names = {KEPT_BY, OF_RANKS} | ({"step"} if state.get("step") == NO_STEP else set())
+    return {name: value for name, value in state.items() if name not in names}
+
+
 class OwnStates:
     """Hooks of an optimizer's `state_dict` and `load_state_dict`."""
 
@@ -91,7 +104,7 @@ class OwnStates:
         find: Callable[[Tensor], UnitParameter | None],
         keeper_of: Callable[[UnitParameter], int | None],
     ) -> None:
-        """`find` a tensor's parameter; `keeper_of`: the other rank that keeps its state."""
+        """`find` a tensor's parameter; `keeper_of`: the one rank that keeps its state."""
         self._find, self._keeper_of = find, keeper_of
 
     def register(self, optimizer: Optimizer) -> None:
@@ -108,9 +121,14 @@ class OwnStates:
         state = state_dict["state"]
         for number, parameter in self._numbered(optimizer, state_dict) if state else ():
             keeper, own = self._keeper_of(parameter), state.get(number)
+            is_elsewhere = keeper not in (None, parameter.unit.context.rank)
             if own:
                 state[number] = {name: _given_out(value) for name, value in own.items()}
-            elif keeper is not None:
+                if keeper is not None:
+                    ranks = parameter.unit.context.rest_world
+                    names = {KEPT_BY: keeper, OF_RANKS: -ranks, "step": torch.full((), NO_STEP)}
+                    state[number] = names | state[number]
+            elif is_elsewhere:
                 state[number] = name_keeper(parameter, keeper)
 
     def _check_loaded(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -131,8 +149,11 @@ class OwnStates:
 
 def _drop_keepers(optimizer: Optimizer) -> None:
     """Keep no names of keepers in the state that was loaded: a checkpoint would hold them."""
-    for tensor in [tensor for tensor, own in optimizer.state.items() if KEPT_BY in own]:
-        del optimizer.state[tensor]
+    for tensor, own in list(optimizer.state.items()):
+        if own.get(OF_RANKS, 0) > 0:
+            del optimizer.state[tensor]
+        elif KEPT_BY in own:
+            optimizer.state[tensor] = unnamed(own)
 
 
 def _given_out(value: Any) -> Any:

@@ -34,7 +34,8 @@ PATIENCE_S = 2.0
 """A rank that has waited this long asks the others where they are."""
 
 LEFT_S = 3.0
-"""A rank that does not answer for so long, after a connection broke, has ended."""
+"""Ranks that do not answer for so long, after a connection broke, have ended. If all others have
+answered, one poll is enough for the last: somebody has ended."""
 
 LINGER_S = 1.0
 """A rank that fails alone stays so long at most: the others may learn it from its store."""
@@ -177,7 +178,7 @@ class RollCall:
                 return "; ".join(f"rank {rank} ended: {note}" for rank, note in notes.items())
             silent = [rank for rank in others if self._read_turn(rank) == turns[rank]]
             waited = time.monotonic() - begun
-            if not silent or waited > (LEFT_S if len(silent) > 1 else 3 * POLL_S):
+            if not silent or waited > (LEFT_S if len(silent) > 1 else POLL_S):
                 return "; ".join(f"rank {rank} ended without a word" for rank in silent)
             time.sleep(POLL_S / 10)
 

@@ -40,6 +40,8 @@ WHOLE_COPIES = ("Coupled", "torch.optim.LBFGS")
 NOT_IN_BLOCKS = (*WHOLE_COPIES, "Counting", "Normalized", "torch.optim.Muon",
                  "torch.optim.Adafactor")  # fmt: skip
 """Optimizers whose state does not leave the device."""
+NOT_OF_BYTES = ("read_shapes", "read_weights", "edit_", "interpolate")
+"""Operations that take the bytes of a quantized frozen weight for its values."""
 CARELESS = 0.05
 """Share of the choices that the library has to refuse."""
 
@@ -87,6 +89,13 @@ class Drawn:
     @property
     def is_lossy(self) -> bool:
         return self.is_narrow or any(leg.is_lossy for leg in self.legs)
+
+    @property
+    def is_quantized(self) -> bool:
+        """True if messages, or frozen weights, have 4 or 8 bits."""
+        choices = [choice for leg in self.legs for choice in leg.options]
+        wires = [value for name, value in choices if name == "wire"]
+        return bool(LOSSY_WIRES & set(wires)) or any("frozen=" in value for _, value in choices)
 
     @property
     def is_narrow(self) -> bool:
@@ -268,7 +277,7 @@ def draw_leg(r: random.Random, world: int, optimizer: str) -> DrawnLeg:
     how = ("full_tensor", "unsharded", "full_state_dict", "state_dict", "torch")
     calls.append(f"read_weights(p, {r.choice(how)!r})")
     if "frozen=" in options.get("precision", ""):  # such weights rest as bytes
-        calls = [call for call in calls if not call.startswith(("read_shapes", "read_weights"))]
+        calls = [call for call in calls if not call.startswith(NOT_OF_BYTES)]
         calls.append("read_weights(p, 'unsharded')")
     return DrawnLeg(world, tuple(options.items()), tuple(calls))
 

@@ -239,6 +239,10 @@ class Process:
         """The mean loss of this process's rows."""
         model = self.model if model is None else model
         losses = [(model(part).float() - 1).square().mean() for part in self.parts(batch)]
+        return self.mean(losses)
+
+    def mean(self, losses: list[Tensor]) -> Tensor:
+        """The loss of rows whose parts have these."""
         return sum(losses[1:], losses[0]) / len(losses)
 
     def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
@@ -287,7 +291,8 @@ class Process:
             value = value.full_tensor()
         if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
             wide = torch.complex128 if value.is_complex() else torch.float64
-            value = value.to(wide)  # masters and their moments are wider than plain torch's
+            # masters are wider than plain torch's; with a graph it would be the values of a forward
+            value = value.detach().to(wide)
         self.noted += 1
         self.seen[f"{self.leg}.{self.noted} {name}"] = (
             value.detach().clone() if isinstance(value, Tensor) else value

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from tests.support.forking import await_ended_threads
-from tests.support.programs.judging import Ended, of_exception
+from tests.support.programs.verdicts import Ended, of_exception
 
 TIMEOUT_S = 20.0
 
@@ -30,7 +30,8 @@ def run_gloo_ranks(world_size: int, body: Callable[..., Any], *args: Any) -> lis
         results = [torch.load(f"{folder}/{r}", weights_only=False) for r in range(world_size)]
     failed = [verdict for verdict, _ in results if verdict is not None]
     if failed:
-        raise Ended(min(failed, key=lambda verdict: "WireError" in verdict.text))
+        first = min(failed, key=lambda verdict: "WireError" in verdict.text)
+        raise Ended(first, [verdict for verdict, _ in results])
     return [notes for _, notes in results]
 
 

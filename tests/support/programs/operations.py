@@ -108,6 +108,7 @@ def train_with_penalty(p: Process, power: int = 2) -> None:
     """A penalty on all weights, computed by every rank."""
     numbers = [q for q in p.parameters if q.is_floating_point()]
     penalty = sum(q.abs().pow(power).sum().float() for q in numbers)
+    penalty = p.mean([penalty] * (p.num_parts if p.is_plain else 1))
     (p.loss(p.batch()) + 1e-2 * penalty).backward()
     read_gradients(p)
     p.step()
@@ -122,7 +123,7 @@ def train_on_input_gradient(p: Process) -> None:
         out = p.model(part).float().square().mean()
         (slope,) = torch.autograd.grad(out, part, create_graph=True)
         losses.append(out + slope.float().square().sum())
-    (sum(losses[1:], losses[0]) / len(losses)).backward()
+    p.mean(losses).backward()
     p.step()
 
 
