@@ -182,7 +182,8 @@ class Account:
 
     def set(self, nbytes: int) -> None:
         """Count `nbytes` from now on."""
-        self.add(nbytes - self.nbytes)
+        before, self.nbytes = self.nbytes, nbytes
+        self._ledger.add(self._kind, self._tier, nbytes - before, is_mapped=self._is_mapped)
 
     def add(self, nbytes: int) -> None:
         """Count `nbytes` more."""

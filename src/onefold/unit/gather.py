@@ -40,8 +40,6 @@ FAILED_TAG = 0
 class UnitGather:
     """Fills full buffers of a unit, of any dtype, from the shards of all ranks."""
 
-    has_one_hop = True
-
     def __init__(self, weights: UnitWeights, transport: Transport) -> None:
         self._weights = ref(weights)
         self._spec = weights.spec
@@ -105,6 +103,9 @@ class UnitGather:
             self._plan = GatherPlan.on_one_axis(rest, context.rest_rank)
             if rest.world_size > 1:
                 self._layout = self._laid_out(self._plan.regions, self._transport, full)
+        if (layout := self._layout) is not None and self._goes_straight(full, self._plan, layout):
+            own = SendRows([*self.weights.own_rows(self._plan.shard), self._tag])
+            return self._transport.gather(full.tensor, layout, self._label(), own)
         return self._send(full, self._plan, self._label())
 
     def _label(self) -> str:
@@ -143,9 +144,6 @@ class UnitGather:
 
     def _begin(self, message: Buffer, plan: GatherPlan, label: str) -> Ticket:
         weights, own = self.weights, self._rows_to_send()
-        if self._goes_straight(message, plan) and self._layout is not None:
-            straight = SendRows([*weights.own_rows(plan.shard), self._own_tag(message, plan)])
-            return self._transport.gather(message.tensor, self._layout, label, straight)
         *places, tags = message.parts(plan.message)[1::2]
 
         def bring() -> None:
@@ -165,25 +163,22 @@ class UnitGather:
         ticket = self._transport.gather(message.tensor, self._layout, label, own)
         return ticket if own is None or not own.is_base_kept else ticket.then(self._note_base)
 
-    def _goes_straight(self, message: Buffer, plan: GatherPlan) -> bool:
-        """True if one copy takes own rows to the wire's buffer, and not by way of `message`.
+    def _goes_straight(self, full: Buffer, plan: GatherPlan, layout: MessageLayout) -> bool:
+        """True if one copy takes own rows and `_tag` to the wire's buffer, not by way of `full`.
 
         All of them are small and of its dtype, and nothing that may fail has to come before.
         """
-        layout, weights = self._layout, self.weights
-        if layout is None or layout.medium or layout.large or plan.exact or not self.has_one_hop:
+        weights = self.weights
+        if layout.medium or layout.large or plan.exact or self._transport.is_quantized:
             return False
         is_near = self._copies is None and weights.weight.far is None
         is_ready = weights.pending is None and weights.failure is None
-        is_alike = message.tensor.dtype == weights.dtype and not self._transport.is_quantized
-        return is_near and is_ready and is_alike
-
-    def _own_tag(self, message: Buffer, plan: GatherPlan) -> Tensor:
-        """This rank's tag, as an element of a message."""
-        if self._tag is None:
-            with torch.inference_mode(False):
-                self._tag = torch.full_like(message.parts(plan.message)[-2][:1], self._spec.tag)
-        return self._tag
+        if is_near and is_ready and full.tensor.dtype == weights.dtype:
+            if self._tag is None:
+                with torch.inference_mode(False):
+                    self._tag = torch.full_like(full.parts(plan.message)[-2][:1], self._spec.tag)
+            return True
+        return False
 
     def _note_base(self) -> None:
         self._has_base = True
@@ -242,7 +237,7 @@ class UnitGather:
 
         Pieces of equal length would otherwise mix two units without anyone noticing.
         """
-        if self._num_tags and self._plan is not None and self.has_one_hop:
+        if self._tag is not None and self._plan is not None:
             self.check_tags(full.parts(self._plan.message)[-2])
         elif self._num_tags:
             self.check_tags(full.tensor[self._spec.rest.full_numel :])
@@ -279,8 +274,6 @@ class UnitGather:
 
 class TwoHopGather(UnitGather):
     """Gathers between nodes, then inside. Tags travel with both hops: every rank sees all."""
-
-    has_one_hop = False
 
     def __init__(self, weights: UnitWeights, hops: Hops) -> None:
         super().__init__(weights, hops.between)
