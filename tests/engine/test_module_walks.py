@@ -1,10 +1,13 @@
-"""Sharding a module reads its tree a few times, not once for each question."""
+"""Sharding a module reads its tree a few times, and a step makes few Python calls for each unit."""
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -58,3 +61,51 @@ def test_shard_passes_over_the_module_tree_at_most_four_times(choices, monkeypat
 
     monkeypatch.setattr(nn.Module, "named_modules", counted)
     run_ranks(3, body)
+
+
+PACKAGE = str(Path(onefold.__file__).parent)
+
+
+class Stack(nn.Module):
+    """Blocks in a row, each a unit of two parameters a layer."""
+
+    def __init__(self, num_units: int, num_layers: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*[nn.Linear(4, 4) for _ in range(num_layers)]) for _ in range(num_units)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("stage", "num_layers", "most"), [(3, 1, 450), (3, 6, 575), (2, 1, 310), (2, 6, 430)]
+)
+def test_forward_and_backward_make_few_python_calls_for_a_unit(stage, num_layers, most):
+    """Calls do not depend on the load of the machine, as times do."""
+
+    def calls(num_units: int) -> int:
+        def body(rank: int) -> int:
+            module = onefold.shard(seeded(Stack, num_units, num_layers), stage=stage)
+            x, num_calls = torch.ones(2, 4), 0
+
+            def count(frame: FrameType, event: str, _: object) -> None:
+                nonlocal num_calls
+                num_calls += event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
+
+            for _ in range(4):
+                module.zero_grad()
+                num_calls = 0
+                sys.setprofile(count)
+                try:
+                    module(x).sum().backward()
+                finally:
+                    sys.setprofile(None)
+            return num_calls
+
+        return int(run_ranks(3, body)[0])
+
+    assert (calls(8) - calls(4)) / 4 <= most

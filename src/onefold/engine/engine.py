@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ from onefold.engine.run_facts import Marks, Prediction, RunFacts
 from onefold.engine.schedule import Schedule
 from onefold.engine.structure import follow, rename
 from onefold.engine.walks import Call, Phase
-from onefold.engine.watch import announce_end, in_backward, watch_outputs
+from onefold.engine.watch import announce_end, in_backward, tensors_in, watch_outputs
 from onefold.errors import StateError
 from onefold.layout.module_tree import ModuleTree
 from onefold.recipe import Recipe
@@ -69,7 +69,6 @@ class Engine:
         self.by_sharded = {id(p.sharded): p for unit in units for p in unit.parameters}
         self._index: dict[object, int] = {unit: index for index, unit in enumerate(units)}
         self.companions = Companions()  # averages and islands
-        self._edits: WeakKeyDictionary[Call, int] = WeakKeyDictionary()  # of the weights till then
         self._is_torn = self._is_checked = False  # torn: a backward failed after it stepped units
 
     # drivers
@@ -103,8 +102,8 @@ class Engine:
         index, is_recorded = self._index[unit], torch.is_grad_enabled()
         call, actions = self.schedule.use(index, is_recorded=is_recorded)
         self.hands.do(actions)
-        self._edits[call] = unit.edits.at_rest()
-        watch_outputs(ref(self), [call], outputs)
+        call.note_edits(unit.edits.at_rest())
+        watch_outputs(ref(self), [call], list(tensors_in(outputs)))
 
     def note_reduced(self, gradient: UnitGradient) -> None:
         """Note that a tiled weight's gradient is complete."""
@@ -181,7 +180,7 @@ class Engine:
             # a part of the module is called, not the root
             self.prepare() if self.schedule.is_backward else self._follow()
         call, actions = self.schedule.enter(index, phase)
-        self._edits[call] = self.units[index].edits.at_rest()
+        call.note_edits(self.units[index].edits.at_rest())
         self.hands.do(actions)
         if not self.is_unsharded:
             verb = "recompute" if phase is Phase.BACKWARD else "forward"
@@ -214,8 +213,7 @@ class Engine:
         """The first node of this module's graph is about to run; queue `end_backward`."""
         if self.schedule.is_backward:
             return
-        is_first = not any(unit.shows_gradients() for unit in self.units)
-        self.facts.begin_backward(is_first=is_first)
+        self.facts.begin_backward(is_first=not any(u.shows_gradients() for u in self.units))
         for unit in self.units:
             unit.gradient.begin()
         if self.hands.noise is not None:
@@ -238,9 +236,8 @@ class Engine:
         """Autograd reaches the outputs of `call`: its unit's weights are unsharded on return."""
         if self.schedule.open_calls.has_begun(call) or self.is_unsharded:
             return
-        self.begin_backward()
         unit = self.units[call.unit]
-        if self._edits[call] != unit.edits.at_rest():
+        if call.edits != unit.edits.at_rest():
             raise StateError(
                 f"the weights of unit {unit.name!r} to be the same in backward as in forward",
                 "weights that changed in between",
@@ -252,16 +249,19 @@ class Engine:
         self.hands.do(actions)
         self.marks.enter(call, "backward", unit.name)
 
-    def on_grad(self, parameter: UnitParameter) -> None:
+    def on_grad(self, parameter: UnitParameter, unit: Unit) -> None:
         """Autograd has accumulated into an unsharded weight's gradient."""
-        self.begin_backward()
-        flying = self.schedule.reductions.may_land
+        schedule, hands = self.schedule, self.hands
+        if not schedule.is_backward:
+            self.begin_backward()
+        flying = schedule.reductions.may_land
         try:
-            if flying is not None and self.hands.has_landed(flying):
-                self.hands.do(self.schedule.landed())
+            if flying is not None and hands.has_landed(flying):
+                hands.do(schedule.landed())
         finally:  # a gradient that nobody noted would be added to that of the next backward
-            parameter.unit.gradient.note_fired(parameter)
-        self.hands.do(self.schedule.gradient(self._index[parameter.unit], id(parameter)))
+            unit.gradient.note_fired(parameter)
+        if actions := schedule.gradient(self._index[unit], id(parameter)):
+            hands.do(actions)
 
     def end_backward(self) -> None:
         """Autograd is done: reshard every unit, finish every reduction."""

@@ -64,15 +64,22 @@ class Hands:
                 self._execute(actions)
 
     def _execute(self, actions: Iterable[Action]) -> None:
-        index = -1
+        index, is_recording = -1, torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # no graph records what is moved
         try:
             for verb, index in actions:
-                _HANDS[verb](self, index)
+                of_unit = _OF_UNIT.get(verb)
+                if of_unit is None:
+                    _HANDS[verb](self, index)
+                else:
+                    of_unit(self.units[index])
         except BaseException as error:
             if isinstance(error, torch.OutOfMemoryError):  # of a message or a sum; buffers explain
                 self.units[index].context.ledger.explain(error)
             self.schedule.lost(index)
             raise
+        finally:
+            torch._C._set_grad_enabled(is_recording)
 
     def has_landed(self, index: int) -> bool:
         """True if the first hop of the unit's reduction is over."""
@@ -149,22 +156,23 @@ def facts_of(unit: Unit) -> UnitFacts:
     )
 
 
+_OF_UNIT: Mapping[Verb, Callable[[Unit], None]] = {
+    Verb.FETCH: Unit.start_fetch,
+    Verb.GATHER: Unit.start_unshard,
+    Verb.SHOW: Unit.unshard,
+    Verb.HIDE: partial(Unit.reshard, release=False),
+    Verb.FREE: partial(Unit.reshard, release=True),
+    Verb.INVALIDATE: partial(Unit.reshard, release=True, keeps_bytes=True),
+    Verb.KEEP_SUMS: lambda unit: unit.gradient.keep_sums(),
+    Verb.FOLLOW: lambda unit: unit.gradient.follow(),
+    Verb.WAIT_STEP: Unit.join_step,
+}
+
 _HANDS: Mapping[Verb, Callable[[Hands, int], None]] = {
-    Verb.FETCH: lambda hands, index: hands.units[index].start_fetch(),
     Verb.FILL: Hands._fill,
-    Verb.GATHER: lambda hands, index: hands.units[index].start_unshard(),
-    Verb.SHOW: lambda hands, index: hands.units[index].unshard(),
-    Verb.HIDE: lambda hands, index: hands.units[index].reshard(release=False),
-    Verb.FREE: lambda hands, index: hands.units[index].reshard(release=True),
-    Verb.INVALIDATE: lambda hands, index: hands.units[index].reshard(
-        release=True, keeps_bytes=True
-    ),
     Verb.REDUCE: Hands._reduce,
     Verb.LAND: Hands._land,
-    Verb.KEEP_SUMS: lambda hands, index: hands.units[index].gradient.keep_sums(),
-    Verb.FOLLOW: lambda hands, index: hands.units[index].gradient.follow(),
     Verb.FINISH: Hands._finish,
-    Verb.WAIT_STEP: lambda hands, index: hands.units[index].join_step(),
     Verb.STEP: Hands._step,
     Verb.REST: lambda hands, _: hands._rest(),
 }

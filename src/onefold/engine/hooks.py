@@ -123,16 +123,18 @@ class ModuleHooks:
         opened = self._running.entries
         calls, since = opened.pop() if opened else ([], 0)
         tensors = list(tensors_in(outputs))
+        is_recorded, is_watched = torch.is_grad_enabled(), False
         for tensor in tensors:
             base = tensor._base if tensor._is_view() else tensor
             if isinstance(base, nn.Parameter):
                 engine.hold_alias(base)
-        if torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in tensors):
+            is_watched = is_watched or tensor.requires_grad
+        if is_recorded and not is_watched:
             for call in calls:
                 engine.hold_hidden(call.unit)
         for call in calls:
             engine.leave(call, module, self.units[call.unit])
-        if torch.is_grad_enabled() and (calls or self.is_root):
+        if is_recorded and (calls or self.is_root):
             watch_outputs(ref(engine), calls, tensors, since)
         if self.is_root:
             engine.end_forward()

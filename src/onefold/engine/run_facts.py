@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
-from weakref import WeakKeyDictionary
 
 from onefold.engine.walks import Call, Noted
 from onefold.layout.ledger import Ledger
@@ -136,7 +135,6 @@ class Marks:
         self._ledger = ledger
         self._lanes = lanes
         self._phase: Span | None = None
-        self._calls: WeakKeyDictionary[Call, Span] = WeakKeyDictionary()
 
     def begin(self, phase: str, lane: str = CALL) -> None:
         """Begin a phase: "forward", "backward" or "step". End one that was left open."""
@@ -157,11 +155,10 @@ class Marks:
     def enter(self, call: Call, verb: str, unit: str) -> None:
         """Begin the compute of a call, whose unit is unsharded now."""
         if self._ledger.observer is not None:
-            self._calls[call] = self._ledger.observer.begin(Stream.COMPUTE, verb, unit)
+            call.observe(self._ledger.observer.begin(Stream.COMPUTE, verb, unit))
 
     def leave(self, *calls: Call) -> None:
         """End the compute of calls: their forward, or their part of backward."""
-        for call in calls if self._calls else ():
-            begun = self._calls.pop(call, None)
-            if begun is not None:
-                begun.end()
+        for call in calls:
+            if call.span is not None:
+                call.observe(None)

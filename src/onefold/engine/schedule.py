@@ -39,7 +39,7 @@ class Schedule:
         self.units = units
         self.reductions = Reductions(policy, units)
         self.forward_depth = 0
-        self.is_backward = False
+        self.is_backward = self.builds_graph = False
         self.ended: list[Call] = []  # calls that the last event ended in backward
         walked = [i for i, unit in enumerate(units) if not unit.is_tiled]
         self.successors = Successors(walked, is_cyclic=policy.is_cyclic)
@@ -53,7 +53,6 @@ class Schedule:
         self._held = HeldUnits()
         self._filled: set[int] = set()  # the node's secondary shard is up to date
         self._late: list[int] = []  # to be gathered with the next gradient
-        self.builds_graph = False
         self.early_steps = EarlySteps()
         self.driven = Drive()  # by a plain loop
 
@@ -235,9 +234,11 @@ class Schedule:
         late, self._late = self._late, []
         for successor in late:
             self._gather(successor, out, is_ahead=True)
-        self.open_calls.diary.note_gradient(unit, member)
+        if self.open_calls.diary.is_open:
+            self.open_calls.diary.note_gradient(unit, member)
         self.reductions.note_gradient(unit, member, out, waits=self.driven.joins_backwards)
-        self._step_reduced(out)
+        if self.policy.steps_in_backward:
+            self._step_reduced(out)
         return out
 
     def landed(self) -> list[Action]:
@@ -372,8 +373,8 @@ class Schedule:
             out.append((Verb.FILL, unit))
 
     def _has_room(self, unit: int) -> bool:
-        cap, units = self.policy.cap, self._unsharded | {unit}
-        return cap is None or sum(self.units[alive].nbytes for alive in units) <= cap
+        cap, units = self.policy.cap, self.units
+        return cap is None or sum(units[i].nbytes for i in self._unsharded | {unit}) <= cap
 
     def _make_room(self, unit: int, out: list[Action]) -> None:
         """Free units that are not in use, gathered ahead or kept, until `unit` fits."""

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from weakref import WeakSet
 
 from onefold.engine.driving import Action, Drive, Verb
+from onefold.layout.observer import Span
 
 
 class EventKind(StrEnum):
@@ -53,17 +54,17 @@ class Diary:
 
     def __init__(self) -> None:
         self.events: list[Noted] = []
-        self.is_complete = self._is_open = self._is_backward = False
+        self.is_complete = self.is_open = self._is_backward = False
 
     def begin(self, *, is_plain: bool, goes_on: bool) -> None:
         """A forward of the root starts; `is_plain`: it trains, and a plain loop drives.
 
         `goes_on`: backward will reach calls of the forward before, too.
         """
-        self._is_open, self._is_backward = is_plain and not self.is_complete, False
+        self.is_open, self._is_backward = is_plain and not self.is_complete, False
         if goes_on:
             self.note(EventKind.BEGIN)
-        elif self._is_open:
+        elif self.is_open:
             self.events.clear()
 
     def end_forward(self) -> None:
@@ -75,7 +76,7 @@ class Diary:
         num_modules: int = 1,
     ) -> None:  # fmt: skip
         """Note an event of the micro-batch."""
-        if self._is_open:
+        if self.is_open:
             self._is_backward |= kind is EventKind.BACKWARD
             is_again = kind is EventKind.ENTER and self._is_backward
             kind = EventKind.AGAIN if is_again else kind
@@ -87,23 +88,36 @@ class Diary:
 
     def end(self) -> None:
         """A backward is over."""
-        if self._is_open and self._is_backward:
+        if self.is_open and self._is_backward:
             self.note(EventKind.END)
-            self.is_complete, self._is_open = True, False
+            self.is_complete, self.is_open = True, False
 
 
 class Call:
     """One forward of a module that uses a unit, from its start until backward is through with it.
 
-    `walk` tells the forwards of the root apart.
+    `walk` tells the forwards of the root apart. `edits`: of the weights, when it started. `span`:
+    its compute, where somebody observes.
     """
 
-    __slots__ = ("__weakref__", "finished", "started", "unit", "walk")
+    __slots__ = ("__weakref__", "edits", "finished", "span", "started", "unit", "walk")
 
     def __init__(self, unit: int, started: int, walk: int = 0) -> None:
         self.unit = unit
         self.started = self.finished = started
         self.walk = walk
+        self.edits = 0
+        self.span: Span | None = None
+
+    def note_edits(self, edits: int) -> None:
+        """Note how often the weights have been edited: backward must meet the same ones."""
+        self.edits = edits
+
+    def observe(self, span: Span | None) -> None:
+        """End the compute that is observed; another span of it begins, or none."""
+        before, self.span = self.span, span
+        if before is not None:
+            before.end()
 
     def finish(self, clock: int) -> None:
         """The forward is over."""

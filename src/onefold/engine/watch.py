@@ -72,8 +72,9 @@ class _End:
 
 
 def watch_outputs(
-    receiver: ReferenceType[BackwardEvents], calls: Sequence[Any], outputs: object, since: int = 0
-) -> None:
+    receiver: ReferenceType[BackwardEvents], calls: Sequence[Any], outputs: Sequence[Tensor],
+    since: int = 0,
+) -> None:  # fmt: skip
     """Announce `calls` before backward runs any node that made `outputs`.
 
     Nodes older than `since` existed when the calls began. Backward reaches an output that a module
@@ -82,7 +83,7 @@ def watch_outputs(
     """
     nodes = {}
     with torch._C.DisableTorchFunctionSubclass():
-        for tensor in tensors_in(outputs):
+        for tensor in outputs:
             if tensor.requires_grad:
                 base = tensor._base if tensor._is_view() else None
                 node = (tensor if base is None or base.grad_fn is None else base).grad_fn

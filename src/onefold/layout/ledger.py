@@ -99,7 +99,9 @@ class Ledger:
 
     def sent(self, collective: str, nbytes: int, calls: int = 1) -> None:
         """Count `calls` collectives that send `nbytes` from this rank."""
-        traffic = self.traffic.setdefault(collective, Traffic())
+        traffic = self.traffic.get(collective)
+        if traffic is None:
+            traffic = self.traffic[collective] = Traffic()
         traffic.calls += calls
         traffic.sent_nbytes += nbytes
 
@@ -182,3 +184,8 @@ class Account:
         """Count `nbytes` from now on."""
         before, self.nbytes = self.nbytes, nbytes
         self._ledger.add(self._kind, self._tier, nbytes - before, is_mapped=self._is_mapped)
+
+    def add(self, nbytes: int) -> None:
+        """Count `nbytes` more."""
+        self.nbytes += nbytes
+        self._ledger.add(self._kind, self._tier, nbytes, is_mapped=self._is_mapped)

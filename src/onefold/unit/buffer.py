@@ -12,7 +12,7 @@ from torch import Tensor
 
 from onefold.errors import TierError
 from onefold.layout.ledger import Account, Kind, Ledger
-from onefold.tier.store import Allocation, Far, Store
+from onefold.tier.store import Allocation, Store
 
 
 @cache
@@ -48,7 +48,8 @@ class Buffer:
     """One flat tensor of one kind of state, counted from its allocation to its release.
 
     `release` frees the bytes and keeps the storage object. Views that autograd saved are valid
-    again after `reallocate`, once the caller has filled the buffer anew.
+    again after `reallocate`, once the caller has filled the buffer anew. `far` moves its blocks; it
+    is None if the tensor itself may be computed on.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Buffer:
         self.tier = store.name
         with explaining(ledger, self._nbytes, kind, self.tier):
             self._allocation = store.allocate(numel, dtype, is_brief=is_brief)
-        self.tensor = self._allocation.tensor
+        self.tensor, self.far = self._allocation.tensor, self._allocation.far
         self._nbytes = self.tensor.nbytes
         is_mapped = self._allocation.is_mapped
         self._account = Account(self, kind, self.tier, ledger, is_mapped=is_mapped)
@@ -78,11 +79,6 @@ class Buffer:
             self._account.set(self._nbytes)
         self._numels: list[int] = []
         self._parts: Sequence[Tensor] = ()
-
-    @property
-    def far(self) -> Far | None:
-        """The interface that moves its blocks; None if the tensor itself may be computed on."""
-        return self._allocation.far
 
     @property
     def num_users(self) -> int:
@@ -131,7 +127,8 @@ class Buffer:
         before, self._nbytes = self._allocation, numel * self.tensor.itemsize
         with explaining(self._ledger, self._nbytes, self._kind, self.tier):
             self._allocation = store.allocate(numel, self.tensor.dtype)
-        self.tensor, self._numels, self._parts = self._allocation.tensor, [], ()
+        self.tensor, self.far = self._allocation.tensor, self._allocation.far
+        self._numels, self._parts = [], ()
         self._account.set(self.tensor.nbytes)
         if self.far is None:  # else the place in the file is new, and reads as zeros
             self.tensor.zero_()
@@ -140,7 +137,10 @@ class Buffer:
     def reallocate(self) -> None:
         """Give the storage its bytes again, uninitialised."""
         if not self.is_held:
-            with explaining(self._ledger, self._nbytes, self._kind, self.tier):
+            try:
                 self._allocation.restore()
+            except Exception:
+                with explaining(self._ledger, self._nbytes, self._kind, self.tier):
+                    raise
             self.is_held = True
             self._account.set(self._nbytes)

@@ -338,8 +338,12 @@ class DirectUse:
 def on_accumulated(parameter: Owner, _: Tensor) -> None:
     """Tell the unit of an unsharded parameter that its gradient has grown."""
     alive = parameter()
-    if alive is not None:
-        alive.on_grad()
+    unit = None if alive is None else alive.find_unit()
+    engine = None if unit is None else unit.find_owner()
+    if alive is not None and engine is not None:
+        if alive.model is not None:
+            alive.fit_grad()
+        engine.on_grad(alive, unit)
 
 
 def without_backward(output: Tensor, error: Callable[[], Exception], *sources: Tensor) -> Tensor:

@@ -46,7 +46,9 @@ class UnitGather:
         self._transport = transport
         self._plan: GatherPlan | None = None
         self._layout: MessageLayout | None = None  # of its message; None: a world of one
+        self._tag: Tensor | None = None  # this rank's, for messages that go straight
         self._own_tags: Tensor | None = None  # this rank's tag, and FAILED_TAG for the other ranks
+        self._name = weights.spec.label("gather")  # for errors
         self._has_base = False  # the buffer holds the weights that every rank read last
         self._user_edits: list[int] = []  # of each parameter, at the last gather
         self._gathered = -1  # all edits then
@@ -101,19 +103,22 @@ class UnitGather:
             self._plan = GatherPlan.on_one_axis(rest, context.rest_rank, self._num_tags)
             if self._num_tags:
                 self._layout = self._laid_out(self._plan.regions, self._transport, full)
-        return self._send(full, self._plan, self._label("gather"))
+        if (layout := self._layout) is not None and self._goes_straight(full, self._plan, layout):
+            own = SendRows([*self.weights.own_rows(self._plan.shard), self._tag])
+            return self._transport.gather(full.tensor, layout, self._label(), own)
+        return self._send(full, self._plan, self._label())
 
-    def _label(self, verb: str) -> str:
+    def _label(self) -> str:
         """Name a collective for errors; include a parameter that was edited since the last one."""
-        weights, since = self.weights, ""
+        weights = self.weights
         edits = weights.edits.all()
-        if edits != self._gathered:
-            self._gathered = edits
-            before, self._user_edits = self._user_edits, [p.user_edits for p in weights.parameters]
-            pairs = zip(weights.parameters, before, self._user_edits, strict=False)
-            edited = next((p.fqn for p, old, new in pairs if old != new), "")
-            since = f", where {edited!r} was edited," if edited else ""
-        return f"{self._spec.label(verb)}{since}"
+        if edits == self._gathered:
+            return self._name
+        self._gathered = edits
+        before, self._user_edits = self._user_edits, [p.user_edits for p in weights.parameters]
+        pairs = zip(weights.parameters, before, self._user_edits, strict=False)
+        edited = next((p.fqn for p, old, new in pairs if old != new), "")
+        return f"{self._name}, where {edited!r} was edited," if edited else self._name
 
     def _send(self, message: Buffer, plan: GatherPlan, label: str) -> Ticket:
         """Put own rows and the tag into the message, and begin to exchange it."""
@@ -160,6 +165,23 @@ class UnitGather:
         ticket = self._transport.gather(message.tensor, self._layout, label, own)
         return ticket if own is None or not own.is_base_kept else ticket.then(self._note_base)
 
+    def _goes_straight(self, full: Buffer, plan: GatherPlan, layout: MessageLayout) -> bool:
+        """True if one copy takes own rows and `_tag` to the wire's buffer, not by way of `full`.
+
+        All of them are small and of its dtype, and nothing that may fail has to come before.
+        """
+        weights = self.weights
+        if layout.medium or layout.large or plan.exact or self._transport.is_quantized:
+            return False
+        is_near = self._copies is None and weights.weight.far is None
+        is_ready = weights.pending is None and weights.failure is None
+        if is_near and is_ready and full.tensor.dtype == weights.dtype:
+            if self._tag is None:
+                with torch.inference_mode(False):
+                    self._tag = torch.full_like(full.parts(plan.message)[-2][:1], self._spec.tag)
+            return True
+        return False
+
     def _note_base(self) -> None:
         self._has_base = True
 
@@ -188,22 +210,21 @@ class UnitGather:
         arrive.
         """
         weights = self.weights
-        with torch.no_grad():
-            try:
-                weights.join_step(raises=True)
-                bring()
-            except TierError as error:
-                weights.note_failure(error)
-                if not self._reads(tags):
-                    raise
-            if weights.failure is not None:
-                tags.fill_(FAILED_TAG)
-            elif tags.numel():
-                if self._own_tags is None:
-                    with torch.inference_mode(False):
-                        self._own_tags = torch.full_like(tags, FAILED_TAG)
-                        self._own_tags[own] = self._spec.tag
-                tags.copy_(self._own_tags)
+        try:
+            weights.join_step(raises=True)
+            bring()
+        except TierError as error:
+            weights.note_failure(error)
+            if not self._reads(tags):
+                raise
+        if weights.failure is not None:
+            tags.fill_(FAILED_TAG)
+        elif tags.numel():
+            if self._own_tags is None:
+                with torch.inference_mode(False):
+                    self._own_tags = torch.full_like(tags, FAILED_TAG)
+                    self._own_tags[own] = self._spec.tag
+            tags.copy_(self._own_tags)
 
     def _laid_out(self, regions: Regions, transport: Transport, message: Buffer) -> MessageLayout:
         itemsize = message.tensor.itemsize
@@ -211,21 +232,23 @@ class UnitGather:
 
     def _reads(self, tags: Tensor) -> bool:
         """True if ranks read each other's tags at once: where the host need not wait for it."""
-        return len(tags) > 1 and not self._spec.context.tags.defers(tags)
+        return tags.numel() > 1 and not self._spec.context.tags.defers(tags)
 
     def check(self, full: Buffer) -> None:
         """Raise if some rank gathered another unit at the same time, or could not read its rows.
 
         Pieces of equal length would otherwise mix two units without anyone noticing.
         """
-        if self._num_tags:
+        if self._tag is not None and self._plan is not None:
+            self.check_tags(full.parts(self._plan.message)[-2])
+        elif self._num_tags:
             self.check_tags(full.tensor[self._spec.rest.full_numel :])
 
     def check_tags(self, tags: Tensor) -> None:
         """Raise as `check` does, from the tags [N] that came with a message of this unit."""
         spec, context = self._spec, self._spec.context
         if not self._reads(tags):
-            if len(tags) > 1:
+            if tags.numel() > 1:
                 context.tags.note(context, "gather", spec.name, tags, spec.tag)
             return
         sent = tags.tolist()
@@ -257,6 +280,7 @@ class TwoHopGather(UnitGather):
     def __init__(self, weights: UnitWeights, hops: Hops) -> None:
         super().__init__(weights, hops.between)
         self._hops = hops
+        self._name = weights.spec.label("gather between nodes")
         self._second: Buffer | None = None  # the node's shard of weights, and a tag for each node
         self._filled = -1  # `edits` of the unit when it was filled
         self._between = DONE  # fills it
@@ -335,7 +359,7 @@ class TwoHopGather(UnitGather):
     def _cross(self, message: Buffer) -> Ticket:
         if self._plan is None:
             self._plan = self._planned(message)
-        return self._send(message, self._plan, self._label("gather between nodes"))
+        return self._send(message, self._plan, self._label())
 
     def _planned(self, message: Buffer) -> GatherPlan:
         """Plan the messages of both hops, in the compute dtype, as is the secondary shard."""

@@ -95,26 +95,21 @@ class UnitGradient:
         self._stand_ins.clear()
         self._means.hand_over()
 
-    # partial
-
     def trainable(self) -> list[UnitParameter]:
         """The parameters that require a gradient now, or did in a micro-batch that rests."""
         with torch._C.DisableTorchFunctionSubclass():
             return [p for p in self._parameters if p.sharded.requires_grad or p in self._due]
 
-    def note_fired(self, parameter: UnitParameter) -> None:
+    def note_fired(self, parameter: UnitParameter, nbytes: int = 0) -> None:
         """Count a gradient that autograd has just accumulated."""
         if parameter not in self.partial:
-            self._hold(parameter, parameter.full_nbytes)
-
-    def _hold(self, parameter: UnitParameter, nbytes: int) -> None:
-        self.partial[parameter] = nbytes
-        self._partial_account.set(self._partial_account.nbytes + nbytes)
+            self.partial[parameter] = nbytes = nbytes or parameter.full_nbytes
+            self._partial_account.add(nbytes)
 
     def _count_reduced(self, parameters: Iterable[UnitParameter]) -> None:
         nbytes = sum([self.partial.pop(parameter, 0) for parameter in parameters])
         if nbytes:
-            self._partial_account.set(self._partial_account.nbytes - nbytes)
+            self._partial_account.add(-nbytes)
 
     def rest_partial(self) -> None:
         """Micro-batches go on: show partial gradients, so that clearing them is noticed."""
@@ -216,7 +211,7 @@ class UnitGradient:
                 self._give(parameter, mean)
             for parameter, grad in partial.items():
                 parameter.set_partial_grad(grad)
-                self._hold(parameter, grad.nbytes)
+                self.note_fired(parameter, grad.nbytes)
         self._reduced_at = self._ledger.steps
         self.rest_partial()
 
@@ -235,7 +230,7 @@ class UnitGradient:
         if not self._spec.context.exchanges:
             self._due.clear()
             return Ticket(finish=partial(self._keep_local, parameters))
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        with torch._C.DisableTorchFunctionSubclass():
             self.drop_cleared()
             self._take_back_partials(are_sent=True)
             used = [p.unsharded.grad is not None for p in parameters]
@@ -252,7 +247,7 @@ class UnitGradient:
         if self._is_discarding:
             return
         self._reduced_at, sources = self._ledger.steps, self._spec.context.sources
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        with torch._C.DisableTorchFunctionSubclass():
             self._take_back_partials()
             if self._has_rows:
                 used = [p for p in parameters if p.partial_grad is not None]
@@ -304,7 +299,7 @@ class UnitGradient:
         if reduction.finishes_alone:
             self._show_users(landed)
             return
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        with torch._C.DisableTorchFunctionSubclass():
             mean = landed.mean or self.mean_rows(parameters)
             shown = [p in self.shown for p in parameters]
             following = reduction.follow(landed.which, landed.users, shown, mean)
@@ -328,7 +323,7 @@ class UnitGradient:
 
     def _show_resting(self, resting: list[int]) -> None:
         """Show stand-ins until nodes exchange their sums, so that clearing them is noticed."""
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        with torch._C.DisableTorchFunctionSubclass():
             for parameter in [self._parameters[index] for index in resting]:
                 if self._shows_nothing(parameter):
                     parameter.sharded.grad = parameter.no_mean()
@@ -354,12 +349,15 @@ class UnitGradient:
         if self._is_discarding:
             return
         self._reduced_at = self._ledger.steps
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        with torch._C.DisableTorchFunctionSubclass():
+            rows = self._means.rows()
             for parameter in parameters:
                 sharded, shown = parameter.sharded, parameter.sharded.grad
                 if shown is None or sharded is parameter.unsharded or isinstance(shown, NoMean):
-                    self._give(parameter, self._rest_view(parameter))
-                parameter.call_hooks()
+                    mean = parameter.wrap_grad(rows[parameter.index].view_as(parameter.local))
+                    self.shown[parameter] = sharded.grad = mean
+                if len(sharded._post_accumulate_grad_hooks or ()) != parameter.num_hooks:
+                    parameter.call_hooks()
 
     def mean_rows(self, parameters: list[UnitParameter]) -> MeanRows:
         """Make room for the mean of `parameters`, at rest."""
@@ -381,7 +379,9 @@ class UnitGradient:
                 self._count_local()
             if self._resting:
                 self._drop_cleared_partials()
-            if self.reduced is not None and not self._is_discarding:  # results still arrive there
+            if (
+                self._means.held is not None and not self._is_discarding
+            ):  # results still arrive there
                 self._drop_cleared_means()
 
     def _drop_cleared_partials(self) -> None:
@@ -417,4 +417,4 @@ class UnitGradient:
             self._means.free()
 
     def _rest_view(self, parameter: UnitParameter) -> Tensor:
-        return self._means.row(parameter.index).view(parameter.local.shape)
+        return self._means.rows()[parameter.index].view_as(parameter.local)

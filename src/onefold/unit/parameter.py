@@ -33,7 +33,7 @@ class UnitParameter(ShardedForm):
     """One parameter of a unit: its owners in the module tree, its sharded and unsharded forms."""
 
     def __init__(self, unit: Any, spec: UnitSpec, index: int, weight: Tensor, owned: Owned) -> None:
-        self._unit = ref(unit)
+        self.find_unit = ref(unit)
         self.index = index  # in the unit
         self.model = owned.model  # its cut over model axes
         self._cut(spec, weight)
@@ -48,8 +48,10 @@ class UnitParameter(ShardedForm):
         self._bare: Tensor  # the values of `unsharded`, for kernels
         self._is_hooked = False
         self.first_hooks: OrderedDict[int, Callable[[Tensor], object]] = OrderedDict()
-        self._num_hooks = 0  # that refuse a gradient of the sharded parameter
+        self.num_hooks = 0  # that refuse a gradient of the sharded parameter
         self._template: DTensor | None = None
+        self.is_dtensor = False  # its sharded form is one
+        self.stale_kind: Any = None  # the class of `unsharded` while its bytes are gone
         self._empty = self.local.new_empty(0)
         self._data: Tensor | None = None  # `sharded.data`, once somebody read it
         self._before_edit: Tensor | None = None  # own rows when `unsharded.data` was read
@@ -78,7 +80,7 @@ class UnitParameter(ShardedForm):
     @property
     def unit(self) -> Any:
         """The `Unit`, untyped: it is built of these. Raises `StateError` if it was deleted."""
-        unit = self._unit()
+        unit = self.find_unit()
         if unit is None:
             raise refusals.DELETED(self.fqn)
         return unit
@@ -179,6 +181,7 @@ class UnitParameter(ShardedForm):
             dtensors.introduce(self.unsharded, ref(self))
             why = partial(refusals.STALE, self.fqn, where=self.spec.context.where)
             dtensors.invalidate(self.unsharded, why)
+        self.stale_kind = self.unsharded.__class__
         if self.sharded.requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
                 self.follow_requires_grad()
@@ -189,6 +192,7 @@ class UnitParameter(ShardedForm):
         requires_grad = original.requires_grad
         original.grad = None
         self._template = self.make_template()
+        self.is_dtensor = self._template is not None
         if self._template is not None:
             self.sharded = dtensors.sharded_parameter(
                 self.local, self._template, ref(self), self.label
@@ -207,7 +211,7 @@ class UnitParameter(ShardedForm):
             self.sharded = original
         if not spec.computes_on_sharded and requires_grad:
             self.sharded.register_post_accumulate_grad_hook(dtensors.DirectUse(ref(self)))
-            self._num_hooks = 1
+            self.num_hooks = 1
         if spec.compute_dtype != spec.dtype:
             self.sharded.grad_dtype = None  # a partial gradient shows in the compute dtype
 
@@ -245,22 +249,11 @@ class UnitParameter(ShardedForm):
         is_piece = self.model is None or self.model.is_plain or isinstance(plain, DTensor)
         return self.own_piece(local_of(plain.detach())) if is_piece else self.unwrap(plain.detach())
 
-    def invalidate(self) -> None:
-        """Make reading the unsharded parameter an error: its bytes are about to go."""
-        if self.unsharded is not self.sharded:
-            self.unsharded.__class__ = dtensors.kind_of_stale(self.unsharded)
-
-    def check_untouched(self) -> None:
-        """Raise `StateError` if the parameter was replaced, moved or resized since `shard`."""
+    def check_own(self) -> None:
+        """Raise `StateError` if the sharded parameter was moved or resized since `shard`."""
         sharded, local = self.sharded, self.local
-        for parameters, name in self.places:
-            if parameters.get(name) is not sharded:
-                raise self.touched("another tensor in its place")
-        if self._template is not None:
-            is_own = sharded._local_tensor is local  # type: ignore[attr-defined]
-        else:
-            is_own = sharded.data_ptr() == local.data_ptr() and sharded.shape == local.shape
-        if not is_own:
+        is_own = sharded.data_ptr() == local.data_ptr() and sharded.shape == local.shape
+        if self.is_dtensor or not is_own:
             raise self.touched("one that was moved, cast or resized")
 
     def touched(self, got: str) -> StateError:
@@ -285,23 +278,14 @@ class UnitParameter(ShardedForm):
 
     def flat_partial(self) -> Tensor:
         """This rank's partial gradient as one dense row; zeros if there is none."""
-        grad = self.partial_grad
+        grad = self.unsharded.grad if self.model is None else self.partial_grad
         if grad is None:
             dtype, device = self.spec.compute_dtype, self.unsharded.device
             return torch.zeros(self.slot.numel, dtype=dtype, device=device)
         dense = grad if grad.layout is torch.strided else grad.to_dense()
-        return dense.contiguous().view(-1)
+        return dense.ravel()
 
-    def on_grad(self) -> None:
-        """Autograd has accumulated into the unsharded parameter's gradient: tell the engine."""
-        unit = self._unit()
-        engine = None if unit is None else unit.owner
-        if engine is not None:
-            if self.model is not None:
-                self._fit_grad()
-            engine.on_grad(self)
-
-    def _fit_grad(self) -> None:
+    def fit_grad(self) -> None:
         """Make a gradient that autograd has accumulated fit the parameter's model axes.
 
         An operation on DTensors may leave a partial sum on each rank of the model axes. The sum is
@@ -321,7 +305,7 @@ class UnitParameter(ShardedForm):
     def call_hooks(self) -> None:
         """Run the user's post-accumulate hooks: sharded parameters are in no graph of autograd."""
         hooks = self.sharded._post_accumulate_grad_hooks
-        if hooks is None or len(hooks) == self._num_hooks or self.sharded is self.unsharded:
+        if hooks is None or len(hooks) == self.num_hooks or self.sharded is self.unsharded:
             return
         for hook in list(hooks.values()):
             if not isinstance(hook, dtensors.DirectUse):

@@ -16,8 +16,7 @@ A hop refers to no unit, parameter or `.grad`: it takes indices of parameters, t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,8 +48,7 @@ Region = tuple[str, int] | None
 """The fqn of a parameter and one of its regions; None for a region without feedback."""
 
 
-@dataclass(frozen=True, slots=True)
-class MeanRows:
+class MeanRows(NamedTuple):
     """The memory at rest of some parameters' means."""
 
     flat: Tensor  # the unit's buffer of reduced gradients
@@ -58,8 +56,7 @@ class MeanRows:
     fresh: list[bool]  # True: the mean replaces the rows; False: it is added to them
 
 
-@dataclass(frozen=True, slots=True)
-class Landed:
+class Landed(NamedTuple):
     """The result of a reduction's first hop."""
 
     parameters: list[Any]
@@ -109,10 +106,9 @@ class MeanBuffer:
             buffer.tensor.index_fill_(0, self._gaps, 0)  # optimizers read gaps, too
         return buffer.tensor, buffer.parts(self._numels)[1::2]
 
-    def row(self, index: int) -> Tensor:
-        """The flat row of one parameter."""
-        assert self._buffer is not None, "a reduced gradient is used before it has a buffer"
-        return self._buffer.parts(self._numels)[2 * index + 1]
+    def rows(self) -> Sequence[Tensor]:
+        """The flat row of each parameter; none before there is a buffer."""
+        return () if self._buffer is None else self._buffer.parts(self._numels)[1::2]
 
     def free(self) -> None:
         """No `.grad` shows a row any more: free the bytes, unless the next backward needs them.
@@ -216,6 +212,8 @@ class GradientHop:
         self._spec = spec
         self._feedback = feedback
         self._name = name  # of the residuals; "between nodes" in labels
+        self._label = spec.label(f"reduce_scatter {name}".rstrip())
+        self._feeds_back = spec.context.routes.feeds_back
         self._cuts: dict[Which, MessageLayout] = {}
         self._numels = [[region.pieces[-1][1] for region in regions] for regions in parts]
         self.is_cut = any(len(regions) > 1 for regions in parts)
@@ -237,14 +235,14 @@ class GradientHop:
             group, itemsize = self.transport.group, spec.compute_dtype.itemsize
             regions = reduce_message([self.parts[index] for index in which], group.world_size)
             cut = self._cuts[which] = MessageLayout(*regions, group, itemsize, spec.name)
-        label = spec.label(f"reduce_scatter {self._name}".rstrip())
-        feedback = self._feedback.of(self._name, self.regions(which, used))
-        return self.transport.reduce_scatter(Reduction(partials, cut, out, fresh, label, feedback))
+        feedback = None
+        if self._feeds_back:
+            feedback = self._feedback.of(self._name, self.regions(which, used))
+        reduction = Reduction(partials, cut, out, fresh, self._label, feedback)
+        return self.transport.reduce_scatter(reduction)
 
     def regions(self, which: Which, used: list[bool]) -> list[Region]:
         """The regions of the message, for its feedback."""
-        if not self._spec.context.routes.feeds_back:
-            return []
         slots = self._spec.wire.slots
         return [
             (slots[index].fqn, number) if is_used else None
@@ -265,6 +263,7 @@ class OneHop:
         self._spec = spec
         self.feedback = Feedback(spec.context)
         self._slabs = spec.wire.slabs()
+        self._is_cut = any(len(slabs) > 1 for slabs in self._slabs)
         self._first = GradientHop(spec, transport, self.feedback, self._slabs)
         self._means: dict[Which, MessageLayout] = {}  # of means that all ranks gather
         self._sent_flags: tuple[list[bool], Tensor] = [], torch.empty(0)
@@ -279,9 +278,11 @@ class OneHop:
         """
         sent, flags = self._first.split(which, partials), self._flags(used)
         out, are_fresh = self._targets(which, mean)
-        regions = zip(which, are_fresh, strict=True)
-        fresh = [is_fresh for i, is_fresh in regions for _ in self._first.parts[i]]
-        return self._first.reduce(which, used, [*sent, flags], [*out, self.counts], [*fresh, True])
+        fresh = [*are_fresh, True]
+        if self._first.is_cut:
+            regions = zip(which, fresh, strict=False)
+            fresh = [is_fresh for i, is_fresh in regions for _ in self._first.parts[i]] + [True]
+        return self._first.reduce(which, used, [*sent, flags], [*out, self.counts], fresh)
 
     def _targets(self, which: Which, mean: MeanRows | None) -> tuple[list[Tensor], list[bool]]:
         """The tensors that receive each region; for each parameter, whether to replace values."""
@@ -339,7 +340,7 @@ class OneHop:
         if sent != used:  # seldom: a GPU's host waits for the copy
             flags = torch.tensor([*used, spec.tag], dtype=spec.compute_dtype, device=device)
             self._sent_flags = list(used), flags
-        self.counts = torch.empty(len(flags), dtype=spec.dtype, device=device)
+        self.counts = torch.empty(flags.numel(), dtype=spec.dtype, device=device)
         return flags
 
     def _pieces(self, which: Which, rows: list[Tensor]) -> list[Tensor]:
@@ -348,7 +349,7 @@ class OneHop:
         if not context.is_sharded:  # each rank has all rows
             slots, rank = self._spec.wire.slots, context.rank
             return [row[slice(*span)] for i, row in pairs for span in slots[i].spans(rank)]
-        if all(len(slabs) == 1 for slabs in self._slabs):
+        if not self._is_cut:
             return rows
         return [piece for i, row in pairs for piece in row.chunk(len(self._slabs[i]))]
 

@@ -264,7 +264,8 @@ class _TileReducer:
     def finish(self) -> None:
         """Wait for the last tile, and show the mean."""
         self._ticket.wait()
-        self._gradient.show_all([self._parameter])
+        with torch.no_grad():
+            self._gradient.show_all([self._parameter])
 
 
 def _tiles(parameter: UnitParameter, tile_nbytes: int) -> list[Tile]:

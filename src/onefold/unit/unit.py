@@ -54,7 +54,7 @@ class UnitState(Enum):
 class UnitOwner(Protocol):
     """The engine, as its units know it."""
 
-    def on_grad(self, parameter: UnitParameter) -> None: ...
+    def on_grad(self, parameter: UnitParameter, unit: Unit) -> None: ...
     def is_wanted(self, requires_grad: bool) -> bool: ...
     def unshard_for_use(self, unit: Unit) -> None: ...
     def on_use(self, unit: Unit, outputs: object) -> None: ...
@@ -69,7 +69,7 @@ class Unit(UnitWeights):
         is_offloaded: bool = False, keeps_gradients: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(UnitSpec.of(plan, context, index, is_offloaded=is_offloaded))
-        self._owner = ref(owner)
+        self.find_owner = ref(owner)
         self.state = UnitState.RESTING
         self.is_tiled = plan.tile_nbytes > 0  # gathered in row blocks
         self._ticket: Ticket = DONE
@@ -102,7 +102,7 @@ class Unit(UnitWeights):
         if self.is_tiled:
             (parameter,) = self.parameters
             self.tiled = TiledWeight(
-                parameter, self.gather, self.gradient, self._owner, self._tile_nbytes
+                parameter, self.gather, self.gradient, self.find_owner, self._tile_nbytes
             )
 
     def recut(self, spec: UnitSpec, edits: int) -> None:
@@ -168,7 +168,8 @@ class Unit(UnitWeights):
             return
         if self.files_edits not in (None, edits):
             raise refusals.EDITED_IN_FILES(self.name, where=self.context.where)
-        self._await_gather()  # of weights that were not used and have changed since
+        if self._ticket is not DONE:  # of weights that were not used and have changed since
+            self._await_gather()
         self.unsharded.reallocate()
         self._ticket = self.gather.start(self.unsharded)
         self._gathered, self._fresh = edits, True
@@ -188,7 +189,8 @@ class Unit(UnitWeights):
             return
         self.check_untouched()
         self.start_unshard()
-        self._await_gather()
+        if self._ticket is not DONE:
+            self._await_gather()
         self.gather.check(self.unsharded)
         for weight in self.decoded:
             weight.fill()
@@ -236,12 +238,13 @@ class Unit(UnitWeights):
                 weight.release()
             self.state = UnitState.RESTING
         if release and self.state is UnitState.RESTING and not self.is_resident:
-            with suppress(TierError):  # nobody used what it was to bring
-                self._await_gather()
+            if self._ticket is not DONE:
+                with suppress(TierError):  # nobody used what it was to bring
+                    self._await_gather()
             self._fresh = False
             if self.unsharded.is_held:
-                for parameter in self.parameters:
-                    parameter.invalidate()
+                for parameter in self.parameters:  # reading them is an error from now on
+                    parameter.unsharded.__class__ = parameter.stale_kind
                 for weight in self.decoded:
                     weight.release()
                 if not keeps_bytes:
@@ -288,12 +291,17 @@ class Unit(UnitWeights):
         """Raise `StateError` if a parameter was replaced, moved or resized since `shard`."""
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in self.parameters:
-                parameter.check_untouched()
+                sharded, local = parameter.sharded, parameter.local
+                for parameters, name in parameter.places:
+                    if parameters.get(name) is not sharded:
+                        raise parameter.touched("another tensor in its place")
+                if getattr(sharded, "_local_tensor", None) is not local:
+                    parameter.check_own()
 
     @property
     def owner(self) -> UnitOwner | None:
         """The engine, while it is alive."""
-        return self._owner()
+        return self.find_owner()
 
     # for parameters: uses outside the unit's own modules
 

@@ -10,6 +10,7 @@ Edits are counted, so that gathered weights, fetched rows and masters are known 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from weakref import ReferenceType, WeakSet
 
 import torch
@@ -29,6 +30,8 @@ from onefold.unit.context import Context, UnitSpec
 from onefold.unit.parameter import UnitParameter
 from onefold.wire import fused
 from onefold.wire.ticket import Ticket, Waitable
+
+_VERSION = attrgetter("_version")
 
 
 class Edits:
@@ -60,13 +63,13 @@ class Edits:
     def at_rest(self) -> int:
         """Changes, less those by way of `.data` and those in place that a forward made."""
         with torch._C.DisableTorchFunctionSubclass():
-            counted = sum([tensor._version for tensor in self._sharded])
+            counted = sum(map(_VERSION, self._sharded))
         return counted + self._weight.tensor._version + self._num_at_rest
 
     def all(self) -> int:
         """Every change of the weights at rest."""
         with torch._C.DisableTorchFunctionSubclass():
-            counted = sum([tensor._version for tensor in self._watched])
+            counted = sum(map(_VERSION, self._watched))
         return counted + self._weight.tensor._version + self._num_at_rest + self._num_others
 
 

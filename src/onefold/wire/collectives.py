@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from operator import methodcaller
 from typing import TypeVar, cast
 
 import torch
@@ -79,10 +80,11 @@ class Group:
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Waitable:
         """Start gathering equal shards in rank order into `out`."""
-        out, shard = _real(out), _real(shard)
+        if out.is_complex():
+            out, shard = torch.view_as_real(out), torch.view_as_real(shard)
         if self.peers is not None and out.device.type == "cpu":
             return self._begin(lambda lanes: lanes.all_gather(out, shard))
-        return self._issue(lambda group: group.all_gather_single(out, shard, ALL_GATHER), out)
+        return self._issue(methodcaller("all_gather_single", out, shard, ALL_GATHER), out)
 
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> Waitable:
         """Start summing `full` over the ranks; rank r gets the r-th of equal pieces in `out`."""
@@ -95,13 +97,12 @@ class Group:
         self, out: torch.Tensor, sent: torch.Tensor, numels_out: list[int], numels_sent: list[int]
     ) -> Waitable:
         """Start sending consecutive pieces of `sent` to ranks 0, 1, ...; `out` likewise."""
-        out, sent = _real(out), _real(sent)
+        if out.is_complex():
+            out, sent = torch.view_as_real(out), torch.view_as_real(sent)
         if self.peers is not None and out.device.type == "cpu":
             return self._begin(lambda lanes: lanes.all_to_all(out, sent, numels_out, numels_sent))
-        return self._issue(
-            lambda group: group.all_to_all_single(out, sent, numels_out, numels_sent, ALL_TO_ALL),
-            out,
-        )
+        send = methodcaller("all_to_all_single", out, sent, numels_out, numels_sent, ALL_TO_ALL)
+        return self._issue(send, out)
 
     def begin_one(self, device: torch.device) -> None:
         """Have the backend of a device begin all collectives up to `end_one` as one."""

@@ -65,9 +65,11 @@ class Exchange:
             work = self.group.end_one(device)
         return [work]
 
-    def count(self, collective: str, nbytes: int) -> None:
-        """Count the bytes of one collective, under the name of its links."""
+    def count(self, collective: str, nbytes: int, control_nbytes: int = 0) -> None:
+        """Count the bytes of one collective, under the name of its links; and of its tags."""
         self.ledger.sent(collective + self._where, nbytes)
+        if control_nbytes:
+            self.ledger.sent("control", control_nbytes, 0)
 
     def all_gather(self, flat: Tensor, spans: Sequence[Range]) -> list[Waitable]:
         """Begin to send each rank's span of `flat` to all others.
@@ -76,10 +78,12 @@ class Exchange:
         """
         first, last = spans[0][0], spans[-1][1]
         numels = [stop - start for start, stop in spans]
-        is_even = len(set(numels)) == 1 and 0 < sum(numels) == last - first
-        if is_even and (self._native or numels[0] * flat.element_size() < PACK_NBYTES):
-            own = flat[slice(*spans[self.group.rank])]
-            return [self.group.all_gather(flat[first:last], own)]
+        numel = numels[0]
+        is_even = numels.count(numel) == len(numels) and 0 < numel * len(numels) == last - first
+        if is_even and (self._native or numel * flat.element_size() < PACK_NBYTES):
+            start, stop = spans[self.group.rank]
+            full = flat if last - first == flat.numel() else flat[first:last]
+            return [self.group.all_gather(full, flat[start:stop])]
         return [
             self.group.broadcast(flat[start:stop], source)
             for source, (start, stop) in enumerate(spans)

@@ -58,8 +58,14 @@ class RankChunk:
             *self.medium, self.small = self.small.split_with_sizes(cut.chunk_numels[rank])
 
 
-def pack_own(cut: MessageLayout, packed: Tensor, full: Tensor) -> None:
-    """Copy this rank's pieces of the flat `full` to its chunk."""
+def pack_own(
+    cut: MessageLayout, packed: Tensor, full: Tensor, rows: Sequence[Tensor | None] = ()
+) -> None:
+    """Copy this rank's pieces of the flat `full`, or its `rows` of all regions, to its chunk."""
+    if rows:
+        start, stop = cut.packed_spans[cut.rank]
+        torch.cat(rows, out=packed[start:stop])  # type: ignore[arg-type]
+        return
     chunk, rank = RankChunk(cut, cut.rank, packed), cut.rank
     if cut.medium:
         pieces = [full[slice(*cut.spans[index][rank])] for index in cut.medium]

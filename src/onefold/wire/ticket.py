@@ -7,9 +7,12 @@ Whoever starts asynchronous work gives the caller a `Ticket`; whoever needs the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import methodcaller
 from typing import Protocol
 
 from onefold.errors import OnefoldError, WireError
+
+_IS_COMPLETED = methodcaller("is_completed")
 
 
 class Waitable(Protocol):
@@ -58,7 +61,7 @@ class Ticket:
     @property
     def done(self) -> bool:
         """True when `wait()` would not block."""
-        return all(work.is_completed() for work in self._works)
+        return all(map(_IS_COMPLETED, self._works))
 
     def wait(self) -> None:
         """Block until the work is complete and finished. Calling it again does nothing.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -35,9 +35,9 @@ class SendRows:
     """The own rows that a rank quantizes, instead of the rows in the full buffer.
 
     `rows`: per region a flat tensor of any floating dtype, so that values are rounded once; None
-    takes the rows in the full buffer. `has_base`: the full buffer holds the values that every rank
-    read last, and the message holds differences to them. `is_base_kept`: later messages will hold
-    differences; the first one, without a base, is exact.
+    takes the rows in the full buffer. An exact message has them all, or none. `has_base`: the full
+    buffer holds the values that every rank read last, and the message holds differences to them.
+    `is_base_kept`: later messages will hold differences; the first one, without a base, is exact.
     """
 
     rows: list[Tensor | None]
@@ -57,8 +57,7 @@ Arguments: the region's index, and how many of its elements go to other ranks. T
 [these elements, in rank order]; the quantized transport reads it and writes the new one."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Reduction:
+class Reduction(NamedTuple):
     """The means over ranks of this rank's piece of every flat partial.
 
     The ticket owns the partials until it is waited for.
@@ -88,8 +87,7 @@ class Transport(Protocol):
     ) -> Ticket:
         """Fill every region of the flat `full` from its owners; own pieces are in place already.
 
-        `full` may not be read or freed before the ticket is waited for. `own` is for transports
-        that quantize their messages; the others send the pieces in `full`.
+        `full` may not be read or freed before the ticket is waited for. `own`: see `SendRows`.
         """
         ...
 
@@ -165,7 +163,7 @@ class Composed:
                     staged = exchange.gathering.take(numel, full.dtype, full.device)
                 else:  # small regions alone are too few bytes to keep and count
                     staged = full.new_empty(numel)
-                pack_own(cut, staged, full)
+                pack_own(cut, staged, full, () if own is None else own.rows)
                 works += exchange.all_gather(staged, cut.packed_spans)
 
                 def read() -> None:
@@ -177,8 +175,8 @@ class Composed:
         finally:
             if exchange.coalesces:
                 works = [self.group.end_one(full.device)]
-        exchange.count("gather", cut.gather_numel * full.element_size())
-        exchange.ledger.sent("control", cut.control_numel * full.element_size(), 0)
+        itemsize = full.element_size()
+        exchange.count("gather", cut.gather_numel * itemsize, cut.control_numel * itemsize)
         return Ticket(self.group.track(works, label), finish, label)
 
     # reduce
@@ -200,13 +198,14 @@ class Composed:
             ]
             packed = self._packed(partials, cut)
             small = (
-                self._exchange(packed, cut.packed_numels, works, received) if len(packed) else []
+                self._exchange(packed, cut.packed_numels, works, received) if packed.numel() else []
             )
         finally:
             if coalesces:
                 works = [self.group.end_one(partials[0].device)]
-        self.exchange.count("reduce_scatter", cut.reduce_numel * packed.element_size())
-        self.exchange.ledger.sent("control", cut.control_numel * packed.element_size(), 0)
+        itemsize = packed.element_size()
+        nbytes = cut.reduce_numel * itemsize
+        self.exchange.count("reduce_scatter", nbytes, cut.control_numel * itemsize)
         if cut.medium:
             received.append(packed)  # kept for the next reduction, too
 
@@ -289,6 +288,9 @@ class Composed:
         means.append((small, mean, True))
         self._mean_in_rank_order(means)
         parts = mean.split_with_sizes(cut.small_numels[self.group.rank])
+        if False not in fresh:
+            torch._foreach_copy_(targets, parts)
+            return
         replaced = [i for i, index in enumerate(cut.small) if fresh[index]]
         added = [i for i, index in enumerate(cut.small) if not fresh[index]]
         if replaced:

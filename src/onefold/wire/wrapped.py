@@ -7,6 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from threading import Lock
 
 import torch
@@ -41,12 +42,12 @@ class Wrapped(ABC):
         self, full: Tensor, cut: MessageLayout, label: str, own: SendRows | None = None
     ) -> Ticket:
         """See `Transport.gather`."""
-        return self.wrap("gather", cut.name, lambda: self.inner.gather(full, cut, label, own))
+        return self.wrap("gather", cut.name, partial(self.inner.gather, full, cut, label, own))
 
     def reduce_scatter(self, reduction: Reduction) -> Ticket:
         """See `Transport.reduce_scatter`."""
-        name, inner = reduction.cut.name, self.inner
-        return self.wrap("reduce_scatter", name, lambda: inner.reduce_scatter(reduction))
+        start = partial(self.inner.reduce_scatter, reduction)
+        return self.wrap("reduce_scatter", reduction.cut.name, start)
 
     def rest(self) -> None:
         """See `Transport.rest`."""
