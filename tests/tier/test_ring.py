@@ -5,6 +5,7 @@ The ring works on any memory of torch's allocator, so these tests run it on the 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import nullcontext
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch._C._profiler import _EventType
 
 import onefold
+from onefold.engine.driving import Action, Verb
 from onefold.engine.registry import engine_of
 from onefold.tier import accelerator, device
 from onefold.tier.device import DeviceStore, InRing, Ring
@@ -41,17 +43,17 @@ class Addresses:
     """Notes where each unit is unsharded."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.units = engine_of(module).units
+        engine = engine_of(module)
+        self.units, self._do = engine.units, engine.hands.do
         self.seen: list[tuple[str, int]] = []
-        for unit in self.units:
-            unit.__dict__["unshard"] = self._noting(unit)
+        engine.hands.__dict__["do"] = self._noting
 
-    def _noting(self, unit):
-        def unshard() -> None:
-            type(unit).unshard(unit)
-            self.seen.append((unit.name, unit.unsharded.tensor.data_ptr()))
-
-        return unshard
+    def _noting(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            self._do([action])
+            if action[0] is Verb.SHOW:
+                unit = self.units[action[1]]
+                self.seen.append((unit.name, unit.unsharded.tensor.data_ptr()))
 
     def take(self) -> list[tuple[str, int]]:
         seen, self.seen = self.seen, []
