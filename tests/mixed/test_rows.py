@@ -356,8 +356,8 @@ def train_at_two_speeds(rank, is_queued):
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     onefold.shard(module, optimizer, stage=3)
 
-    def compute(_, arguments):  # eight steps of rank 0 take longer than a fit needs, also alone
-        time.sleep((0.01 + 0.01 * len(arguments[0])) * (1 + 2 * rank) * torch.is_grad_enabled())
+    def compute(_, arguments):  # longer than what the ranks compute, beside other load as well
+        time.sleep((0.02 + 0.02 * len(arguments[0])) * (1 + 2 * rank) * torch.is_grad_enabled())
 
     module.blocks[0].register_forward_pre_hook(compute)
     sampler = onefold.mixed.RowSampler(data, 16)

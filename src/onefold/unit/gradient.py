@@ -379,9 +379,7 @@ class UnitGradient:
                 self._count_local()
             if self._resting:
                 self._drop_cleared_partials()
-            if (
-                self._means.held is not None and not self._is_discarding
-            ):  # results still arrive there
+            if self._means.held is not None and not self._is_discarding:  # else results arrive
                 self._drop_cleared_means()
 
     def _drop_cleared_partials(self) -> None:
