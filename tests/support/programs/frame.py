@@ -154,6 +154,8 @@ class Process:
                     if parameter.is_floating_point() or parameter.is_complex():
                         noise = self.shift * torch.randn_like(parameter)
                         parameter.data.mul_(1 + noise)
+        if not self.is_plain and dist.is_initialized():
+            dist.barrier()  # a recomputation of one rank sets the generator that threads share
         self.optimizers = self.program.optimizers(self.model)
         if self.program.schedule is not None:
             self.schedules = [self.program.schedule(optimizer) for optimizer in self.optimizers]
