@@ -751,6 +751,28 @@ def test_the_names_of_bitsandbytes_that_are_relied_on_exist():
     assert len(notes) == 1, "the note that save_pretrained writes"
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    "edit",
+    [
+        Tensor.zero_, Tensor.neg_, lambda weight: weight.mul_(2), lambda weight: weight.clamp_(0),
+        nn.init.ones_, nn.init.normal_,
+    ],
+)  # fmt: skip
+def test_an_edit_of_the_bytes_of_a_frozen_quantized_weight_is_refused(edit, world_size):
+    def body(rank):
+        module = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8))
+        onefold.shard(module, stage=3, precision=onefold.Precision(frozen="int8"))
+        wanted = onefold.full_state_dict(module)
+        words = r"'0\.weight'[^$]*_\(\) on its quantized numbers[^$]*writeback=True"
+        with torch.no_grad(), pytest.raises(onefold.StateError, match=words):
+            edit(module[0].weight)
+        found = onefold.full_state_dict(module)
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+    run_ranks(world_size, body)
+
+
 def test_a_copy_of_plain_values_into_a_frozen_quantized_weight_is_refused():
     module = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8))
     onefold.shard(module, stage=0, precision=onefold.Precision(frozen="int8"))

@@ -60,6 +60,7 @@ def _dispatch(
     leaves = list(tree_iter((args, kwargs)))
     owners = {id(leaf): leaf.owner() for leaf in leaves if isinstance(leaf, AT_REST)}
     owners = {key: owner for key, owner in owners.items() if owner is not None}
+    _refuse_edit_of_bytes(func, owners.get(id(leaves[0])))
     if func in FILLS:
         for owner in owners.values():
             owner.unit.wait_step()
@@ -94,6 +95,7 @@ def _bookkeeping(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     owner = sharded.owner() if isinstance(sharded, AT_REST) else None
     if owner is not None:
         if func in VALUES:
+            _refuse_edit_of_bytes(func, owner)
             owner.unit.wait_step()
         elif func == GET_GRAD:
             owner.unit.gradient.check_there(owner)
@@ -114,6 +116,12 @@ def _bookkeeping(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     with torch._C.DisableTorchFunctionSubclass():
         outputs = _copy(owner, args, kwargs) if func is Tensor.copy_ else func(*args, **kwargs)
         return as_logical(outputs) if type(outputs) is DTensor else outputs
+
+
+def _refuse_edit_of_bytes(func: Callable[..., Any], edited: Any) -> None:
+    """Refuse to change quantized numbers in place of values; `_copy` looks at what is copied."""
+    if edited is not None and edited.decoded and writes(func) and func is not Tensor.copy_:
+        raise refusals.QUANTIZED_EDIT(edited.fqn, func.__name__)
 
 
 def _copy(owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -117,6 +117,11 @@ QUANTIZED_COPY = Refusal(
     "a tensor of shape {1}",
     "edit inside `with onefold.unsharded(module, writeback=True):`, or before onefold.shard",
 )
+QUANTIZED_EDIT = Refusal(
+    "no edit in place of frozen parameter {!r}",
+    "{1}() on its quantized numbers",
+    QUANTIZED_COPY.hint,
+)
 STALE = Refusal(
     "unsharded parameter {!r} to be used while its module runs",
     "a use after it was sharded again",
