@@ -517,3 +517,29 @@ def test_whole_matrix_states_load_into_a_step_of_another_dtype(tmp_path, first, 
     for own, loaded in run_ranks(2, body):
         for a, b in zip(own, loaded, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("make", MATRICES, ids=["Muon", "Adafactor"])
+def test_states_that_torch_narrows_to_the_dtype_of_parameters_are_stepped_in_fp32(make, world_size):
+    """Masters of bfloat16 weights have states in fp32; `load_state_dict` rounds these."""
+
+    def body(_):
+        results = []
+        for reloads in (False, True):
+            module = seeded(build).to(torch.bfloat16)
+            optimizer = make(module.parameters())
+            onefold.shard(module, optimizer, stage=3)
+            for _ in range(2):
+                module(torch.ones(5, 6, dtype=torch.bfloat16)).pow(2).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if reloads:
+                    optimizer.load_state_dict(optimizer.state_dict())
+            module(torch.ones(5, 6, dtype=torch.bfloat16)).pow(2).mean().backward()
+            optimizer.step()
+            results.append(weights_of(module))
+        for ours, wanted in zip(*results, strict=True):
+            torch.testing.assert_close(ours, wanted, rtol=0, atol=0.015)
+
+    run_ranks(world_size, body)

@@ -31,13 +31,18 @@ class MatrixStep:
         self.rounded: set[Unit] = set()  # none: the class's own step rounds nothing
 
     def import_state(self, parameter: UnitParameter, state: State) -> None:
-        """Keep unsharded per-parameter state, as loaded; float64 on either side is converted."""
+        """Keep unsharded per-parameter state, as loaded, in the dtype that is stepped.
+
+        torch's load_state_dict has narrowed it to the dtype of its parameter. A class may have
+        chosen another dtype: that stays, but for float64 on either side.
+        """
         dtype = parameter.unit.stepped.dtype
+        narrowed = (torch.float64, parameter.spec.dtype)
         self._state[parameter] = {
             name: value.to(dtype)
             if type(value) is Tensor
             and value.is_floating_point()
-            and torch.float64 in (value.dtype, dtype)
+            and (value.dtype in narrowed or dtype == torch.float64)
             and name not in NUMBERS
             else value
             for name, value in state.items()

@@ -93,9 +93,13 @@ class Drawn:
     @property
     def is_quantized(self) -> bool:
         """True if messages, or frozen weights, have 4 or 8 bits."""
-        choices = [choice for leg in self.legs for choice in leg.options]
-        wires = [value for name, value in choices if name == "wire"]
-        return bool(LOSSY_WIRES & set(wires)) or any("frozen=" in value for _, value in choices)
+        wires = [value for leg in self.legs for name, value in leg.options if name == "wire"]
+        return bool(LOSSY_WIRES & set(wires)) or self.is_frozen_in_bytes
+
+    @property
+    def is_frozen_in_bytes(self) -> bool:
+        """True if frozen weights rest as 8-bit numbers."""
+        return any("frozen=" in value for leg in self.legs for _, value in leg.options)
 
     @property
     def is_narrow(self) -> bool:
