@@ -757,6 +757,7 @@ def test_the_names_of_bitsandbytes_that_are_relied_on_exist():
     [
         Tensor.zero_, Tensor.neg_, lambda weight: weight.mul_(2), lambda weight: weight.clamp_(0),
         nn.init.ones_, nn.init.normal_,
+        lambda weight: torch._foreach_mul_([torch.ones(2), weight], 2),
     ],
 )  # fmt: skip
 def test_an_edit_of_the_bytes_of_a_frozen_quantized_weight_is_refused(edit, world_size):

@@ -237,6 +237,27 @@ def test_an_error_amid_a_file_is_raised_itself_not_what_its_archive_makes_of_it(
     assert not (tmp_path / "torn").exists()
 
 
+def test_a_save_in_the_handler_of_another_error_fails_with_its_own(tmp_path, monkeypatch):
+    """As scripts do that save before they end: the error they handle is not the one of the save."""
+
+    def failing(*_):
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(BlockWriter, "write", failing)
+
+    def body(rank):
+        module, optimizer = module_of(rank)
+        onefold.shard(module, optimizer)
+        try:
+            raise ZeroDivisionError("the script's own")
+        except ZeroDivisionError:
+            return outcome(lambda: onefold.save(tmp_path / "torn", module, optimizer))
+
+    for error, _ in run_ranks(1, body):
+        assert isinstance(error, RuntimeError)
+        assert "on purpose" in str(error)
+
+
 def test_a_save_that_one_rank_could_not_prepare_leaves_the_group_in_step(tmp_path):
     def body(rank):
         module, optimizer = module_of(rank)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import pickle
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
@@ -117,6 +118,7 @@ class Writer(dcp.FileSystemWriter):
         return StorageMeta(save_id=self.save_id, modules=[MARK])
 
     def write_data(self, plan: plans.SavePlan, planner: Any) -> Any:
+        handled = sys.exc_info()[1]  # by who saves
         try:  # every byte has a checksum already; this switch of torch holds for one thread
             with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
                 return super().write_data(plan, planner)
@@ -124,10 +126,9 @@ class Writer(dcp.FileSystemWriter):
             for writer in self.files.writers:
                 if writer.failure is not None:
                     raise writer.failure from None
-            if (
-                isinstance(error, RuntimeError) and error.__context__ is not None
-            ):  # torch's archive fails once more as it closes
-                raise error.__context__ from None
+            before = error.__context__
+            if isinstance(error, RuntimeError) and before not in (None, handled):
+                raise before from None  # torch's archive fails once more as it closes
             raise
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

@@ -60,7 +60,7 @@ def _dispatch(
     leaves = list(tree_iter((args, kwargs)))
     owners = {id(leaf): leaf.owner() for leaf in leaves if isinstance(leaf, AT_REST)}
     owners = {key: owner for key, owner in owners.items() if owner is not None}
-    _refuse_edit_of_bytes(func, owners.get(id(leaves[0])))
+    _refuse_edit_of_bytes(func, args[:1] or tuple(kwargs.values())[:1])  # nn.init names it
     if func in FILLS:
         for owner in owners.values():
             owner.unit.wait_step()
@@ -95,7 +95,7 @@ def _bookkeeping(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     owner = sharded.owner() if isinstance(sharded, AT_REST) else None
     if owner is not None:
         if func in VALUES:
-            _refuse_edit_of_bytes(func, owner)
+            _refuse_edit_of_bytes(func, args[:1])
             owner.unit.wait_step()
         elif func == GET_GRAD:
             owner.unit.gradient.check_there(owner)
@@ -118,10 +118,12 @@ def _bookkeeping(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         return as_logical(outputs) if type(outputs) is DTensor else outputs
 
 
-def _refuse_edit_of_bytes(func: Callable[..., Any], edited: Any) -> None:
+def _refuse_edit_of_bytes(func: Callable[..., Any], edited: tuple[Any, ...]) -> None:
     """Refuse to change quantized numbers in place of values; `_copy` looks at what is copied."""
-    if edited is not None and edited.decoded and writes(func) and func is not Tensor.copy_:
-        raise refusals.QUANTIZED_EDIT(edited.fqn, func.__name__)
+    for leaf in tree_iter(edited) if writes(func) and func is not Tensor.copy_ else ():
+        owner = leaf.owner() if isinstance(leaf, AT_REST) else None
+        if owner is not None and owner.decoded:
+            raise refusals.QUANTIZED_EDIT(owner.fqn, func.__name__)
 
 
 def _copy(owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -354,8 +354,7 @@ class UnitGradient:
             for parameter in parameters:
                 sharded, shown = parameter.sharded, parameter.sharded.grad
                 if shown is None or sharded is parameter.unsharded or isinstance(shown, NoMean):
-                    mean = parameter.wrap_grad(rows[parameter.index].view_as(parameter.local))
-                    self.shown[parameter] = sharded.grad = mean
+                    self._give(parameter, rows[parameter.index].view_as(parameter.local))
                 if len(sharded._post_accumulate_grad_hooks or ()) != parameter.num_hooks:
                     parameter.call_hooks()
 

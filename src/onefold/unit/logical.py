@@ -249,14 +249,17 @@ def count_edits(func: Callable[..., Any], edited: list[Tensor]) -> None:
         increment_version(edited)
 
 
-def dtensor_over(kind: type[DTensor], local: Tensor, spec: object) -> DTensor:
+def dtensor_over(
+    kind: type[DTensor], local: Tensor, spec: object, empty: Tensor | None = None
+) -> DTensor:
     """A `kind` of DTensor over `local` with the placement and logical shape of `spec`.
 
     The constructor's compiler guard would cost more than everything else here. And a wrapper that
     inherits an offset into a flat buffer would look to `copy.deepcopy` as if it had a storage: so
-    it is made of a tensor without elements.
+    it is made of a tensor without elements, which may be given as `empty`.
     """
-    shown = kind.__new__(kind, local.new_empty(0), spec, requires_grad=False)  # type: ignore[call-arg]
+    like = local.new_empty(0) if empty is None else empty
+    shown = kind.__new__(kind, like, spec, requires_grad=False)  # type: ignore[call-arg]
     shown._local_tensor = local
     return shown
 

@@ -101,9 +101,7 @@ class ShardedForm:
         in_background = self.spec.steps_in_blocks
         if self._template is not None:
             kind, spec = logical.LogicalTensor, self._template._spec
-            # `dtensor_over`, without a call
-            shown: Tensor = kind.__new__(kind, self._empty, spec, requires_grad=False)
-            shown._local_tensor = local  # type: ignore[attr-defined]
+            shown: Tensor = logical.dtensor_over(kind, local, spec, self._empty)
             shown._label = self.label  # type: ignore[attr-defined]
         else:
             is_own = not in_background and local.device == self.sharded.device
