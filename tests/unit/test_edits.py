@@ -6,6 +6,7 @@ import copy
 import io
 import warnings
 from collections.abc import Callable
+from functools import partial, wraps
 from itertools import pairwise
 from typing import Any
 
@@ -138,6 +139,34 @@ def test_an_edit_of_a_parameter_is_that_of_one_process(world_size, stage):
         torch.testing.assert_close(module(X), plain(X))
 
     run_ranks(world_size, body)
+
+
+@rows
+def test_initialisers_that_a_library_has_replaced_set_the_same_values(
+    monkeypatch, world_size, stage
+):
+    edits = {"uniform_": "uniform", "normal_": "normal", "constant_": "constant"}
+    edits |= {"kaiming_uniform_": "kaiming_uniform"}
+    plain = seeded(Mixed)
+    wanted = {}
+    for name, edit in edits.items():
+        INITIALISERS[edit](plain.frozen)
+        wanted[edit] = plain.frozen.clone()
+        original = getattr(init, name)
+        # as transformers does while it builds a model
+        monkeypatch.setattr(init, name, wraps(original)(partial(_call, original)))
+
+    def body(rank: int) -> None:
+        module, _ = sharded(stage)
+        for edit, value in wanted.items():
+            INITIALISERS[edit](module.frozen)
+            torch.testing.assert_close(whole(module.frozen), value)
+
+    run_ranks(world_size, body)
+
+
+def _call(func: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    return func(*args, **options)
 
 
 SLICED: dict[str, Callable[[Any], Any]] = {

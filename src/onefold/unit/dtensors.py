@@ -28,12 +28,12 @@ from torch.utils._pytree import tree_iter, tree_map
 from onefold.errors import StateError
 from onefold.unit import refusals
 from onefold.unit.functions import (
-    FILLS,
     GET_DATA,
     GET_GRAD,
     NEW,
     SET_DATA,
     VALUES,
+    fills,
     is_passive,
     writes,
 )
@@ -61,7 +61,7 @@ def _dispatch(
     owners = {id(leaf): leaf.owner() for leaf in leaves if isinstance(leaf, AT_REST)}
     owners = {key: owner for key, owner in owners.items() if owner is not None}
     _refuse_edit_of_bytes(func, args[:1] or tuple(kwargs.values())[:1])  # nn.init names it
-    if func in FILLS:
+    if fills(func):
         for owner in owners.values():
             owner.unit.wait_step()
         with torch._C.DisableTorchFunctionSubclass():

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 _WRITES = {
     "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__",
@@ -23,11 +23,11 @@ NEW = {Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Ten
 """They make plain tensors, as for a hidden state, which no rank shares with others."""
 
 _DRAWS = "normal uniform bernoulli exponential log_normal cauchy geometric random"
-FILLS: set[Callable[..., Any]] = {getattr(Tensor, f"{name}_") for name in _DRAWS.split()}
-FILLS |= {torch.eye, torch.rand_like, torch.randn_like, nn.init.uniform_, nn.init.normal_}
-FILLS |= {nn.init.constant_, nn.init.kaiming_uniform_}
-"""They set, or return, all elements. Each rank draws those of the whole tensor and keeps its own:
-with equal generators the values are those of one process, and no rank repeats another's."""
+FILLS = {f"{name}_" for name in _DRAWS.split()} | {"eye", "rand_like", "randn_like"}
+FILLS |= {"constant_", "kaiming_uniform_"}  # of nn.init: by name, as libraries replace them
+"""Functions that set, or return, all elements. Each rank draws those of the whole tensor and keeps
+its own: with equal generators the values are those of one process, and no rank repeats another's.
+"""
 
 REFUSALS = (
     "unevenly sharded",
@@ -54,6 +54,11 @@ _BOUNDS = {
     "_foreach_max", "fmax", "fmin",
 }  # fmt: skip
 _NORMS = {"norm", "vector_norm", "linalg_vector_norm", "linalg_norm", "_foreach_norm"}
+
+
+def fills(func: Callable[..., Any]) -> bool:
+    """True for functions that set, or return, all elements."""
+    return getattr(func, "__name__", "") in FILLS
 
 
 def writes(func: Callable[..., Any]) -> bool:

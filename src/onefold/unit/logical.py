@@ -23,11 +23,11 @@ from onefold.layout.cut import bounds_of
 from onefold.unit import cut_dtensor, refusals
 from onefold.unit.functions import (
     ELEMENTWISE,
-    FILLS,
     NEW,
     READS,
     REFUSALS,
     SHAPED,
+    fills,
     has_no_identity,
     is_list,
     is_view,
@@ -82,7 +82,7 @@ def run_sharded(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
         return view_of_rows(func, args[0], *tree_map(_plain, (args[1:], kwargs)))
     if func is Tensor.__getitem__ and isinstance(args[0], DTensor) and is_list(args[1]):
         return args[0].full_tensor()[tree_map(_plain, args[1])]
-    if func in FILLS:
+    if fills(func):
         return _fill(func, args, kwargs)
     if getattr(func, "__name__", "").startswith("_foreach_") and writes(func):
         return func(*(_own_rows(args[0], operand) for operand in args), **kwargs)
