@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -90,6 +91,7 @@ class Pipe:
         drives: bool = True, window: Any = None, tied: Any = (), loss: Any = mean_loss,
         scale_grads: bool = True, lr: float = 1e-3, **options: Any,
     ) -> None:  # fmt: skip
+        gc.collect()  # a pipe is a cycle: the last one keeps its connections and their threads
         self.mesh = mesh
         pp, size = mesh["pp"].get_local_rank(), mesh["pp"].size()
         num = size * (1 if kind in SINGLE else 2)

@@ -29,6 +29,7 @@ from onefold.unit.node_reduction import reduction_of
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.reduction import Landed, MeanBuffer, MeanRows, known
 from onefold.unit.shown_grads import NoMean
+from onefold.unit.stand_ins import StandIns
 from onefold.unit.weights import UnitWeights
 from onefold.wire.ticket import DONE, Ticket
 
@@ -37,29 +38,29 @@ class UnitGradient:
     """Partial and reduced gradients of a unit's parameters."""
 
     def __init__(self, unit: UnitWeights, *, keeps_bytes: bool) -> None:
+        """`keeps_bytes`: those of reduced gradients stay allocated from step to step."""
         spec = self._spec = unit.spec
         self._unit = ref(unit)
         parameters = self._parameters = unit.parameters
         self.is_unused = False  # by every rank, in the last backward
         self._is_consumed = False  # stepped in backward, and freed: until the optimizer's step
         self._is_discarding = False  # an aborted backward: results that still arrive are dropped
-        # partial gradients: bytes; `.grad` between micro-batches, stand-ins; what these trained
-        self.partial: dict[UnitParameter, int] = {}
-        self._resting: dict[UnitParameter, Tensor] = {}
-        self._stand_ins: set[UnitParameter] = set()
-        self._due: set[UnitParameter] = set()
+        self.partial: dict[UnitParameter, int] = {}  # partial gradients: their bytes
+        self._stand_ins = StandIns()  # what `.grad` shows between micro-batches
+        self._due: set[UnitParameter] = set()  # trained by these micro-batches, on every rank
         self._earlier: set[UnitParameter] = set()  # had a `.grad` when the last backward began
         spans = [(p.span.start, p.span.stop) for p in parameters]
         self._means = MeanBuffer(spec, spans, keeps_bytes=keeps_bytes)  # from step to step
         self.shown: dict[UnitParameter, Tensor] = {}  # the `.grad` that shows a mean
         self._reduced_at = -1  # steps that were done when a mean was last shown
         self.reduction = reduction_of(spec)
-        self._landed: Landed | None = None
-        self._following = DONE  # its second hop
+        self._landed: Landed | None = None  # the first hop, until the second begins
+        self._following = DONE  # the second hop
         self._late: Landed | None = None  # means that are not shown yet
         store, ledger = spec.context.store, spec.context.ledger
         self._has_rows, self._ledger = has_rows(spec), ledger
         self._partial_account = Account(self, Kind.PARTIAL_GRAD, store.name, ledger)
+        # of one rank alone, where gradients stay the tensors that autograd made
         self._local_account = Account(self, Kind.GRAD, store.name, ledger)
 
     @property
@@ -91,7 +92,6 @@ class UnitGradient:
                 parameter.sharded.grad = None
             self._count_local()
         self.shown.clear()
-        self._resting.clear()
         self._stand_ins.clear()
         self._means.hand_over()
 
@@ -117,30 +117,13 @@ class UnitGradient:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for parameter in self.partial:
                 if parameter.partial_grad is not None:
-                    self._show_partial(parameter, parameter.partial_grad)
-
-    def _show_partial(self, parameter: UnitParameter, grad: Tensor) -> None:
-        if parameter.unsharded is parameter.sharded:
-            return
-        if parameter.sharded.grad is None:
-            parameter.sharded.grad = parameter.wrap_partial(grad)
-            self._stand_ins.add(parameter)
-        self._resting[parameter] = parameter.sharded.grad  # type: ignore[assignment]
-
-    def _take_back_partials(self, *, are_sent: bool = False) -> None:
-        """Show no partial gradients; of those that `are_sent`, that they are lost until then."""
-        for parameter in self._stand_ins:
-            shown = self._resting[parameter]
-            if parameter.sharded.grad is shown and shown is not self.shown.get(parameter):
-                parameter.sharded.grad = parameter.lost_mean if are_sent else None
-        self._resting.clear()
-        self._stand_ins.clear()
+                    self._stand_ins.show_partial(parameter, parameter.partial_grad)
 
     def drop_partial(self) -> None:
         """Forget gradients that were not reduced."""
         self._due.clear()
         with torch._C.DisableTorchFunctionSubclass():
-            self._take_back_partials()
+            self._stand_ins.take_back(self.shown)
             for parameter in self.partial:
                 parameter.unsharded.grad = None
         self._count_reduced(list(self.partial))
@@ -170,7 +153,7 @@ class UnitGradient:
         """Return the parameters with a gradient; raise `StateError` if one is lost."""
         grads = self._with_grad()
         for parameter, shown in grads.items():
-            if isinstance(shown, NoMean) and parameter not in self._resting | self.shown:
+            if isinstance(shown, NoMean) and parameter not in self._stand_ins.shown | self.shown:
                 shown.refuse()
         return set(grads)
 
@@ -221,7 +204,10 @@ class UnitGradient:
     # reduced
 
     def start_reduce(self) -> Ticket:
-        """Begin the first hop; behind its ticket `keep_sums`, or `follow` and `end_following`."""
+        """Begin the first hop of the mean over the ranks; its ticket is done when it has landed.
+
+        Behind it `keep_sums`, or `follow` and `end_following`.
+        """
         parameters = self.trainable()
         self.show_late()
         self.unit.join_step()  # it may still read the rows that are written now
@@ -232,7 +218,8 @@ class UnitGradient:
             return Ticket(finish=partial(self._keep_local, parameters))
         with torch._C.DisableTorchFunctionSubclass():
             self.drop_cleared()
-            self._take_back_partials(are_sent=True)
+            if self._stand_ins.shown:
+                self._stand_ins.take_back(self.shown, are_sent=True)
             used = [p.unsharded.grad is not None for p in parameters]
             partials = [p.flat_partial() for p in parameters]
             mean = self.mean_rows(parameters) if self.reduction.fills_rows else None
@@ -248,7 +235,7 @@ class UnitGradient:
             return
         self._reduced_at, sources = self._ledger.steps, self._spec.context.sources
         with torch._C.DisableTorchFunctionSubclass():
-            self._take_back_partials()
+            self._stand_ins.take_back(self.shown)
             if self._has_rows:
                 used = [p for p in parameters if p.partial_grad is not None]
                 self.show_all(take_rows(self.mean_rows(used), used, sources))
@@ -325,12 +312,10 @@ class UnitGradient:
         """Show stand-ins until nodes exchange their sums, so that clearing them is noticed."""
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in [self._parameters[index] for index in resting]:
-                if self._shows_nothing(parameter):
-                    parameter.sharded.grad = parameter.no_mean()
-                    self._stand_ins.add(parameter)
-                    if self.reduction.rests_in_place:
-                        self.shown[parameter] = parameter.sharded.grad
-                self._resting[parameter] = parameter.sharded.grad  # type: ignore[assignment]
+                stand_in = parameter.no_mean() if self._shows_nothing(parameter) else None
+                self._stand_ins.show(parameter, stand_in)
+                if stand_in is not None and self.reduction.rests_in_place:
+                    self.shown[parameter] = stand_in
 
     def _shows_nothing(self, parameter: UnitParameter) -> bool:
         """True if `.grad` is None, or stands for a sum that is on its way."""
@@ -372,37 +357,18 @@ class UnitGradient:
         return MeanRows(flat, [rows[p.index] for p in parameters], fresh)
 
     def drop_cleared(self) -> None:
-        """Forget gradients that users cleared (`zero_grad`). At stage 3 free their bytes."""
+        """Forget gradients that users cleared (`zero_grad`), and free the bytes of reduced ones."""
         with torch._C.DisableTorchFunctionSubclass():
             if self._local_account.nbytes:
                 self._count_local()
-            if self._resting:
-                self._drop_cleared_partials()
-            if self._means.held is not None and not self._is_discarding:  # else results arrive
+            if self._stand_ins.shown:
+                cleared = self._stand_ins.cleared(self.partial, self._spec.context.where)
+                for parameter in cleared:
+                    parameter.unsharded.grad = None
+                self._count_reduced(cleared)
+                self.reduction.drop([parameter.index for parameter in cleared])
+            if self._means.held is not None and not self._is_discarding:  # results arrive there
                 self._drop_cleared_means()
-
-    def _drop_cleared_partials(self) -> None:
-        replaced = [p for p, shown in self._resting.items() if p.sharded.grad is not shown]
-        cleared = [parameter for parameter in replaced if not self._take_assigned(parameter)]
-        for parameter in cleared:
-            parameter.unsharded.grad = None
-            del self._resting[parameter]
-            self._stand_ins.discard(parameter)
-        self._count_reduced(cleared)
-        self.reduction.drop([parameter.index for parameter in cleared])
-
-    def _take_assigned(self, parameter: UnitParameter) -> bool:
-        """Continue from a `.grad` made from the stand-in. Another stays, and means add to it."""
-        assigned = parameter.sharded.grad
-        if assigned is not None and parameter not in self._stand_ins:
-            raise refusals.REPLACED_SUM(parameter.fqn, where=self._spec.context.where)
-        partial = None if assigned is None else parameter.unwrap_partial(assigned)
-        if partial is None or parameter not in self.partial:
-            return False
-        parameter.sharded.grad = None
-        parameter.set_partial_grad(partial)
-        self._show_partial(parameter, partial)
-        return True
 
     def _drop_cleared_means(self) -> None:
         cleared = [p for p, shown in self.shown.items() if p.sharded.grad is not shown]
