@@ -99,6 +99,37 @@ def test_tiles_are_stepped_in_backward_once_their_last_use_is_over(world_size, t
             close(wanted, got)
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("is_outside", [False, True], ids=["in its module", "outside"])
+def test_hooks_of_gradients_run_once_a_backward_for_all_uses_of_a_weight(world_size, is_outside):
+    def body(rank: int, is_sharded: bool) -> tuple[list[Tensor], int]:
+        num_calls = 0
+
+        def halve(p: Any) -> None:
+            nonlocal num_calls
+            num_calls += 1
+            p.grad.mul_(0.5)
+
+        module = seeded(Wide, True)
+        if is_sharded:
+            onefold.shard(module, offload=Offload(tile=TILE))
+        module.embed.weight.register_post_accumulate_grad_hook(halve)
+        shown = []
+        for seed in range(2):  # two backwards add up, and the sum is halved as well
+            y = module(torch.arange(6).view(2, 3) + seed)
+            if is_outside:
+                y = F.linear(torch.ones(2, 3, WIDTH), module.embed.weight) * y
+            y.pow(2).mean().backward()
+            shown.append(whole(module.embed.weight.grad))
+        return shown, num_calls
+
+    wanted, num_calls = body(0, False)
+    for shown, num in run_ranks(world_size, body, True):
+        assert num == num_calls == 2
+        for grad, expected in zip(shown, wanted, strict=True):
+            torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_tiles_compute_in_bf16(tmp_path):
     offload = Offload("disk", "disk", disk=tmp_path, tile=TILE)
     body = run(offload, world_size=2, precision="bf16")

@@ -329,7 +329,12 @@ class UnitGradient:
         following, self._following = self._following, DONE
         following.wait()
 
-    def show_all(self, parameters: Iterable[UnitParameter]) -> None:
+    def show_use(self, parameter: UnitParameter) -> None:
+        """Show the mean of one use, to which others add; hooks run once, when backward ends."""
+        self.show_all([parameter], runs_hooks=False)
+        self._late = Landed([parameter], [True], None)
+
+    def show_all(self, parameters: Iterable[UnitParameter], *, runs_hooks: bool = True) -> None:
         """Show the reduced gradients of `parameters`."""
         if self._is_discarding:
             return
@@ -340,7 +345,8 @@ class UnitGradient:
                 sharded, shown = parameter.sharded, parameter.sharded.grad
                 if shown is None or sharded is parameter.unsharded or isinstance(shown, NoMean):
                     self._give(parameter, rows[parameter.index].view_as(parameter.local))
-                if len(sharded._post_accumulate_grad_hooks or ()) != parameter.num_hooks:
+                hooks = sharded._post_accumulate_grad_hooks if runs_hooks else None
+                if len(hooks or ()) > parameter.num_hooks:
                     parameter.call_hooks()
 
     def mean_rows(self, parameters: list[UnitParameter]) -> MeanRows:

@@ -262,10 +262,10 @@ class _TileReducer:
         self._ticket = context.transport.reduce_scatter(reduction)
 
     def finish(self) -> None:
-        """Wait for the last tile, and show the mean."""
+        """Wait for the last tile, and show the mean; other uses may add to it."""
         self._ticket.wait()
         with torch.no_grad():
-            self._gradient.show_all([self._parameter])
+            self._gradient.show_use(self._parameter)
 
 
 def _tiles(parameter: UnitParameter, tile_nbytes: int) -> list[Tile]:
