@@ -42,6 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
     "stage 3, recompute": {"stage": 3, "model": Recomputing},
     "stage 3, unused parameters": {"stage": 3, "model": Spared},
     "stage 3, weights in CPU memory": {"stage": 3, "offload": WEIGHTS},
+    "stage 3, weights in CPU memory, clipping": {"stage": 3, "offload": WEIGHTS, "clip": 1.0},
 }
 
 

@@ -16,6 +16,7 @@ pytestmark = [
 
 COMPARED = ("stage 2", "stage 3, clipping")
 OFFLOADED, UNUSED = "stage 3, weights in CPU memory", "stage 3, unused parameters"
+CLIPPED = f"{OFFLOADED}, clipping"
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def of_each() -> dict[str, tuple[Cost, Cost | None]]:
 
 def test_the_host_waits_for_nothing(of_each):
     waits = {name: dict(own.waits) for name, (own, _) in of_each.items() if own.waits}
-    assert waits.keys() <= {OFFLOADED, UNUSED}
+    assert waits.keys() <= {OFFLOADED, CLIPPED, UNUSED}
 
 
 def test_unused_parameters_are_waited_for_once_a_step(of_each):
@@ -39,6 +40,13 @@ def test_weights_in_cpu_memory_are_waited_for_once_a_unit_by_the_threads_that_st
     cost = of_each[OFFLOADED][0]
     assert all("step_device.py" in line and "workers.py" in line for line in cost.waits), cost
     assert cost.waits.total() == cost.units
+
+
+def test_clipping_weights_in_cpu_memory_reads_one_number(of_each):
+    """torch wants the factor where parameters are; messages are those of weights on the device."""
+    waits = of_each[CLIPPED][0].waits
+    of_workers = sum(n for line, n in waits.items() if "workers.py" in line)
+    assert waits.total() - of_workers <= 1, waits
 
 
 def test_a_unit_begins_one_message_a_direction(of_each):

@@ -71,11 +71,15 @@ def has_no_identity(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
     """True for reductions that are not defined on an empty shard."""
-    name = getattr(func, "__name__", "")
-    if name in _BOUNDS:
+    if getattr(func, "__name__", "") in _BOUNDS:
         return True
     orders = [a for a in (*args, *kwargs.values()) if isinstance(a, int | float | str)]
-    return name in _NORMS and any(str(order) in ("inf", "-inf") for order in orders)
+    return is_norm(func) and any(str(order) in ("inf", "-inf") for order in orders)
+
+
+def is_norm(func: Callable[..., Any]) -> bool:
+    """True for functions that compute the norm of a tensor, or of each of a list."""
+    return getattr(func, "__name__", "") in _NORMS
 
 
 def is_view(func: Callable[..., Any]) -> bool:

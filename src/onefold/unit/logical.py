@@ -30,6 +30,7 @@ from onefold.unit.functions import (
     fills,
     has_no_identity,
     is_list,
+    is_norm,
     is_view,
     writes,
 )
@@ -89,16 +90,32 @@ def run_sharded(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     if args and writes(func):
         operands, kwargs = _like_target(func, args[0], (args[1:], kwargs))
         args = (args[0], *operands)
+    shown = args[0] if args else None
     if has_no_identity(func, args, kwargs):
         args, kwargs = tree_map(_with_rows, (args, kwargs))
     try:
-        return as_logical(func(*args, **kwargs))
+        outputs = as_logical(func(*args, **kwargs))
+        return _shown_where(shown, outputs) if is_norm(func) else outputs
     except RuntimeError as error:
         if not any(words in str(error) for words in REFUSALS):
             raise
         sharded = (leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, DTensor))
         label = getattr(next(sharded, None), "_label", LogicalValues._label)
         raise refusals.UNREADABLE(label, getattr(func, "__name__", repr(func))) from error
+
+
+def _shown_where(grads: Any, norms: Any) -> Any:
+    """Show norms on the device where gradients are shown: torch moves each of them there.
+
+    Gradients of parameters in CPU memory are shown there, and their values are on the device.
+    """
+    first = next((leaf for leaf in tree_iter(grads) if isinstance(leaf, DTensor)), None)
+    if first is None or first.device == first._local_tensor.device:
+        return norms
+    empty = torch.empty(0, dtype=first.dtype, device=first.device)
+    return tree_map(
+        lambda norm: dtensor_over(LogicalTensor, norm._local_tensor, norm._spec, empty), norms
+    )
 
 
 def _refuse_lost_write(target: DTensor) -> None:
@@ -202,11 +219,14 @@ def _cut_like(target: DTensor, full: Tensor) -> DTensor:
 
 
 def _plain(leaf: Any) -> Any:
-    """Gather a DTensor, also inside `torch.tensor([leaf])`, which suspends tensor subclasses."""
+    """Gather a DTensor to where it is shown.
+
+    Also inside `torch.tensor([leaf])`, which suspends tensor subclasses.
+    """
     if not isinstance(leaf, DTensor):
         return leaf
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.Python, False):
-        return leaf.full_tensor()
+        return leaf.full_tensor().to(leaf.device)
 
 
 def _with_rows(leaf: Any) -> Any:

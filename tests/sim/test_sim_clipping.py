@@ -1,0 +1,161 @@
+"""Clipping with weights in CPU memory: the bits of weights on the device, by one message."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import onefold
+from onefold.unit.shown_grads import RestingGrad
+from tests.sim import building, device
+from tests.sim.counting import MESSAGES, WEIGHTS
+from tests.sim.ranks import run_sim
+from tests.sim.training import Spared, on_device
+from tests.support.models import Model, next_token_loss, token_batches
+from tests.support.ranks import seeded
+from tests.support.training import cut
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(building.missing() is not None, reason=f"needs {building.missing()}"),
+]
+
+CASES: list[tuple[type[nn.Module], dict[str, Any]]] = [
+    (Model, {"max_norm": 0.1}),
+    (Model, {"max_norm": 0.1, "foreach": True}),
+    (Model, {"max_norm": 0.1, "foreach": False}),
+    (Model, {"max_norm": math.inf}),
+    (Model, {"max_norm": 0.1, "norm_type": 1.0}),
+    (Model, {"max_norm": 0.1, "norm_type": math.inf}),
+    (Spared, {"max_norm": 0.1}),
+]
+"""The model, and what it is clipped with; `foreach` is an option of torch's function alone."""
+OFFLOADS = {1: "optimizer", 2: "optimizer", 3: WEIGHTS}
+"""By stage: only stage 3 keeps weights in CPU memory."""
+
+Clipped = tuple[Tensor, list[Tensor | None]]
+
+
+def clipped(rank: int, world_size: int, stage: Any, offload: Any, case: int) -> list[Clipped]:
+    """By torch and by onefold: the norm, and gradients [all rows] after clipping."""
+    build, options = CASES[case]
+    batch = cut(on_device(token_batches(steps=1)[0]), world_size)[rank]
+    module = seeded(build)
+    onefold.shard(module, torch.optim.AdamW(module.parameters()), stage=stage, offload=offload)
+    found = []
+    for clip in (torch.nn.utils.clip_grad_norm_, onefold.clip_grad_norm_):
+        if clip is onefold.clip_grad_norm_:
+            options = {name: value for name, value in options.items() if name != "foreach"}
+        next_token_loss(module, batch).backward()
+        norm = clip(module.parameters(), **options)
+        grads = [parameter.grad for parameter in module.parameters()]
+        found.append((_whole(norm), [None if grad is None else _whole(grad) for grad in grads]))
+        module.zero_grad()
+    return found
+
+
+def _whole(tensor: Any) -> Tensor:
+    return getattr(tensor, "full_tensor", lambda: tensor)().cpu()
+
+
+def both_places(rank: int, world_size: int) -> list[list[list[Clipped]]]:
+    return [
+        [clipped(rank, world_size, stage, offload, case) for offload in (OFFLOADS[stage], None)]
+        for stage in OFFLOADS
+        for case in range(len(CASES))
+    ]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_offloaded_and_device_weights_are_clipped_to_the_same_bits(world_size):
+    """Three ranks: rows are uneven, and some ranks have none of a parameter."""
+    ranks = run_sim(world_size, both_places, world_size)
+    for cases in ranks:
+        for (offloaded, on_the_device), of_first in zip(cases, ranks[0], strict=True):
+            for one, other, first in zip(offloaded, on_the_device, of_first[0], strict=True):
+                _assert_same_bits(one, other)
+                _assert_same_bits(one, first)
+
+
+def _assert_same_bits(one: Clipped, other: Clipped) -> None:
+    assert torch.equal(one[0], other[0])
+    assert 0 < one[0] < math.inf
+    for a, b in zip(one[1], other[1], strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or b is None or torch.equal(a, b)
+
+
+def costs_of_clipping(rank: int, case: int) -> list[tuple[dict[str, int], dict[str, int]]]:
+    """By torch and by onefold: host waits by line, and messages by kind."""
+    build, options = CASES[case]
+    module = seeded(build)
+    onefold.shard(module, torch.optim.AdamW(module.parameters()), stage=3, offload=WEIGHTS)
+    batch, costs = on_device(token_batches(steps=1)[0]), []
+    for clip in (torch.nn.utils.clip_grad_norm_, onefold.clip_grad_norm_):
+        if clip is onefold.clip_grad_norm_:
+            options = {name: value for name, value in options.items() if name != "foreach"}
+        next_token_loss(module, batch).backward()
+        torch.accelerator.synchronize()
+        device.native.reset()
+        clip(module.parameters(), **options)
+        counts = device.native.counts()
+        costs.append((device.host_waits(), {k: n for k, n in counts.items() if k in MESSAGES}))
+        module.zero_grad()
+    return costs
+
+
+@pytest.mark.filterwarnings("ignore:ranks 0 and 1 got the same first batch")
+@pytest.mark.parametrize("case", [0, 1, 2, 3, 4, 6])
+def test_clipping_weights_in_cpu_memory_sends_one_message_and_waits_once(case):
+    """torch asks for the factor in the memory of the parameter: the host reads one number."""
+    for waits, messages in run_sim(3, costs_of_clipping, case)[0]:
+        assert sum(messages.values()) == 1, messages
+        assert sum(waits.values()) <= 1, waits
+
+
+def clip_resting_grads(rank: int, options: dict[str, Any]) -> list[Any]:
+    """Plain parameters in CPU memory whose gradients are on the device, as one process has them."""
+    found = []
+    for is_resting in (True, False):
+        parameters = list(seeded(Model).parameters())
+        for parameter in parameters:
+            values = torch.ones(parameter.shape).cumsum(0)
+            if is_resting:
+                parameter.grad = RestingGrad.of(on_device(values), parameter)
+            else:
+                parameter.grad = values
+        device.native.reset()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, **options)
+        waits = device.host_waits()
+        found.append((norm.cpu(), [p.grad.clone().cpu() for p in parameters], waits))
+    return found
+
+
+@pytest.mark.parametrize("case", [0, 1, 2, 3, 5])
+def test_one_process_waits_once_for_the_norm_of_gradients_on_the_device(case):
+    [found] = run_sim(1, clip_resting_grads, CASES[case][1], backend=None)
+    (norm, grads, waits), (plain_norm, plain_grads, _) = found
+    torch.testing.assert_close([norm, *grads], [plain_norm, *plain_grads])
+    assert sum(waits.values()) <= 1, waits
+
+
+def read_norm(rank: int) -> tuple[object, ...]:
+    """A norm that is shown in CPU memory, read in each way."""
+    module = seeded(Model)
+    onefold.shard(module, torch.optim.AdamW(module.parameters()), stage=3, offload=WEIGHTS)
+    next_token_loss(module, on_device(token_batches(steps=1)[0])).backward()
+    norm = module.head.weight.grad.norm()
+    sums = (norm + torch.zeros(()), norm + torch.zeros(1))
+    moved = norm.to(norm.device)
+    return norm.device.type, norm.item(), moved.tolist(), float(moved.numpy()), *map(float, sums)
+
+
+@pytest.mark.filterwarnings("ignore:ranks 0 and 1 got the same first batch")
+def test_a_norm_of_gradients_is_shown_and_read_where_its_parameter_is():
+    for device_type, *numbers in run_sim(2, read_norm):
+        assert device_type == "cpu"
+        assert len(set(numbers)) == 1, numbers
