@@ -56,6 +56,19 @@ def test_a_unit_begins_one_message_a_direction(of_each):
         assert own.messages.total() <= most, (name, own)
 
 
+def test_kernels_are_ten_a_unit_more_than_fsdp2s_at_most(of_each):
+    """Of these four sum three ranks' pieces in rank order, and three compare tags."""
+    for name, (own, peer) in of_each.items():
+        if peer is not None:
+            assert own.kernels <= peer.kernels + 10 * own.units, (name, own.kernels, peer.kernels)
+
+
+def test_bfloat16_costs_two_kernels_a_unit_more(of_each):
+    """Gradients of two ranks are widened before they are added; weights are cast as they go."""
+    wide, narrow = of_each["stage 3"][0], of_each["stage 3 in bf16"][0]
+    assert narrow.kernels <= wide.kernels + 2 * wide.units
+
+
 def test_messages_are_no_more_than_fsdp2s(of_each):
     for name, (own, peer) in of_each.items():
         if peer is not None:

@@ -118,17 +118,18 @@ class Note(NamedTuple):
 class TagBoard:
     """Compares the tags of messages with the expected ones: at once, or one step later.
 
-    A host would have to wait for a device to read a tag. So the tags of each message are copied to
-    a board on the device. Each `check` begins to copy the board, and reads that of the call before:
-    a device that is at most one step behind has it ready.
+    A host would have to wait for a device to read a tag. So the tags of messages stay on the
+    device. Each `check` begins to copy them all, and reads those of the call before: a device that
+    is at most one step behind has them ready.
     """
 
     def __init__(self) -> None:
         self.is_deferred: bool | None = None  # None: on every device but the CPU
-        self._board: Tensor | None = None
+        self._board: Tensor | None = None  # copies of tags whose buffers are freed
         self._places: dict[tuple[int, int], Tensor] = {}  # by first number and length
-        self._notes: list[Note] = []
-        self._num_noted = 0
+        self._num_copied = 0
+        self._kept: list[Tensor] = []  # tags in memory that nothing else uses
+        self._notes: tuple[list[Note], list[Note]] = [], []  # of `_board`, of `_kept`
         self._fetched: tuple[list[Note], Fetched] | None = None  # at the last check
 
     def defers(self, tags: Tensor) -> bool:
@@ -136,21 +137,28 @@ class TagBoard:
         return tags.device.type != "cpu" if self.is_deferred is None else self.is_deferred
 
     def note(self, context: Context, collective: str, unit: str, tags: Tensor, tag: int) -> None:
-        """Keep `tags` [ranks of a context], all of which have to be `tag`, on the device."""
+        """Copy `tags` [ranks of a context], all of which have to be `tag`, on the device."""
         room = BOARD_NOTES * len(tags)
         if self._board is None or len(self._board) < room:  # a context of more ranks
             self.check()
             with torch.inference_mode(False):  # it is written to outside of that mode, too
                 self._board, self._places = torch.empty(room, device=tags.device), {}
-        elif self._num_noted + len(tags) > len(self._board):  # a loop without an optimizer
+        elif self._num_copied + len(tags) > len(self._board):  # a loop without an optimizer
             self.check()
-        key = self._num_noted, len(tags)
+        key = self._num_copied, len(tags)
         place = self._places.get(key)
         if place is None:
             place = self._places[key] = self._board.narrow(0, *key)
         place.copy_(tags.real if tags.is_complex() else tags)
-        self._notes.append(Note(context, collective, unit, tag, len(tags)))
-        self._num_noted += len(tags)
+        self._notes[0].append(Note(context, collective, unit, tag, len(tags)))
+        self._num_copied += len(tags)
+
+    def keep(self, context: Context, collective: str, unit: str, tags: Tensor, tag: int) -> None:
+        """As `note`, without a copy: nobody writes to `tags`, whose memory is their own."""
+        if len(self._kept) == BOARD_NOTES:
+            self.check()
+        self._kept.append(tags.real if tags.is_complex() else tags)
+        self._notes[1].append(Note(context, collective, unit, tag, len(tags)))
 
     def check(self, *, waits: bool = False) -> None:
         """Raise `WireError` if ranks mixed units before the last call; with `waits`, before now.
@@ -158,10 +166,10 @@ class TagBoard:
         All ranks call it at the same places, so all of them raise in the same call.
         """
         before, self._fetched = self._fetched, None
-        if self._notes:
-            assert self._board is not None, "notes lie on it"
-            self._fetched = self._notes, Fetched(self._board[: self._num_noted].clone())
-            self._notes, self._num_noted = [], 0
+        if notes := [*self._notes[0], *self._notes[1]]:
+            copied = [] if self._board is None else [self._board[: self._num_copied]]
+            self._fetched = notes, Fetched(torch.cat([*copied, *self._kept]))
+            self._notes, self._num_copied, self._kept = ([], []), 0, []
         self._compare(before)
         if waits:
             now, self._fetched = self._fetched, None

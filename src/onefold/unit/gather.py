@@ -168,17 +168,18 @@ class UnitGather:
     def _goes_straight(self, full: Buffer, plan: GatherPlan, layout: MessageLayout) -> bool:
         """True if one copy takes own rows and `_tag` to the wire's buffer, not by way of `full`.
 
-        All of them are small and of its dtype, and nothing that may fail has to come before.
+        All of them are small, and nothing that may fail has to come before.
         """
         weights = self.weights
         if layout.medium or layout.large or plan.exact or self._transport.is_quantized:
             return False
         is_near = self._copies is None and weights.weight.far is None
         is_ready = weights.pending is None and weights.failure is None
-        if is_near and is_ready and full.tensor.dtype == weights.dtype:
+        if is_near and is_ready:
             if self._tag is None:
                 with torch.inference_mode(False):
-                    self._tag = torch.full_like(full.parts(plan.message)[-2][:1], self._spec.tag)
+                    tag, device = self._spec.tag, full.tensor.device
+                    self._tag = torch.full((1,), tag, dtype=weights.dtype, device=device)
             return True
         return False
 

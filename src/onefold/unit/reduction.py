@@ -103,7 +103,8 @@ class MeanBuffer:
             if self._gaps is None:
                 gaps = self._spec.rest.gaps(context.rest_rank)
                 self._gaps = torch.tensor(gaps, dtype=torch.int64, device=context.store.device)
-            buffer.tensor.index_fill_(0, self._gaps, 0)  # optimizers read gaps, too
+            if self._gaps.numel():
+                buffer.tensor.index_fill_(0, self._gaps, 0)  # optimizers read gaps, too
         return buffer.tensor, buffer.parts(self._numels)[1::2]
 
     def rows(self) -> Sequence[Tensor]:
@@ -297,7 +298,7 @@ class OneHop:
         context, spec = self._spec.context, self._spec
         mean_tag = context.mean_tag(self.counts[-1:])
         if is_late := context.tags.defers(mean_tag):
-            context.tags.note(context, "reduce_scatter", spec.name, mean_tag, spec.tag)
+            context.tags.keep(context, "reduce_scatter", spec.name, mean_tag, spec.tag)
         elif not context.is_tag(mean_tag.item(), self._spec.tag):
             raise context.mixed("reduce_scatter", self._spec.name, None)
         if isinstance(used, list) and all(used):

@@ -64,7 +64,11 @@ def pack_own(
     """Copy this rank's pieces of the flat `full`, or its `rows` of all regions, to its chunk."""
     if rows:
         start, stop = cut.packed_spans[cut.rank]
-        torch.cat(rows, out=packed[start:stop])  # type: ignore[arg-type]
+        chunk = packed[start:stop]
+        if rows[0] is not None and rows[0].dtype == chunk.dtype:
+            torch.cat(rows, out=chunk)  # type: ignore[arg-type]
+        else:
+            torch._foreach_copy_(chunk.split_with_sizes(cut.small_numels[cut.rank]), rows)
         return
     chunk, rank = RankChunk(cut, cut.rank, packed), cut.rank
     if cut.medium:
