@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import onefold
+from onefold.compose import routes
 from onefold.errors import WireError
 from onefold.layout.ledger import Kind
 from onefold.unit import context as context_module
@@ -170,6 +171,30 @@ class Twins(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.blocks[1](self.blocks[0](x))
+
+
+@pytest.mark.parametrize("is_deferred", [False, True])
+def test_a_rank_that_sends_to_itself_compares_its_tags(is_deferred, monkeypatch):
+    """One GPU shows a message that reached another unit."""
+    monkeypatch.setattr(routes, "LOOPS", True)
+
+    def body(rank: int) -> None:
+        module = seeded(Twins)
+        optimizer = torch.optim.AdamW(module.parameters())
+        onefold.shard(module, optimizer)
+        engine = module.__dict__["_onefold_engine"]
+        engine.context.tags.is_deferred = is_deferred
+        for _ in range(2):
+            module(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+        unit, other = (unit.gather for unit in engine.units[:2])
+        unit._tag, other._tag = other._tag, unit._tag
+        with pytest.raises(WireError, match=r"gather of unit 'blocks\.0'"):
+            for _ in range(2):
+                module(torch.ones(1, 4)).sum().backward()
+                optimizer.step()
+
+    run_ranks(1, body)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

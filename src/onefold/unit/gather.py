@@ -233,7 +233,7 @@ class UnitGather:
 
     def _reads(self, tags: Tensor) -> bool:
         """True if ranks read each other's tags at once: where the host need not wait for it."""
-        return tags.numel() > 1 and not self._spec.context.tags.defers(tags)
+        return self._num_tags > 0 and not self._spec.context.tags.defers(tags)
 
     def check(self, full: Buffer) -> None:
         """Raise if some rank gathered another unit at the same time, or could not read its rows.
@@ -249,7 +249,7 @@ class UnitGather:
         """Raise as `check` does, from the tags [N] that came with a message of this unit."""
         spec, context = self._spec, self._spec.context
         if not self._reads(tags):
-            if tags.numel() > 1:
+            if self._num_tags:
                 context.tags.note(context, "gather", spec.name, tags, spec.tag)
             return
         sent = tags.tolist()
