@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import accumulate
 
@@ -27,19 +27,6 @@ def check_rows(tokens: Tensor, num_rows: int) -> None:
             raise IndexError("index out of range in self")
 
 
-def found(tokens: Tensor, tile: TileRows) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each rank's rows of a tile: positions of their tokens [T], and rows in the tile.
-
-    For the CPU. The host would have to wait for a device.
-    """
-    first = 0
-    for start, stop in tile:
-        positions = ((tokens >= start) & (tokens < stop)).nonzero().squeeze(1)
-        if len(positions):
-            yield positions, tokens[positions] - start + first
-        first += stop - start
-
-
 def places(tokens: Tensor, tiles: Sequence[TileRows]) -> tuple[Tensor, Tensor]:
     """The number of each token's tile, and its row there. No number crosses to the host."""
     starts = [start for start, _ in tiles[0]]
@@ -51,3 +38,23 @@ def places(tokens: Tensor, tiles: Sequence[TileRows]) -> tuple[Tensor, Tensor]:
     offsets = tokens - numbers[owners]
     tiles_of = offsets // height
     return tiles_of, numbers[(tiles_of + 1) * len(starts) + owners] + offsets % height
+
+
+def read_rows(values: Tensor, tile: Tensor, is_here: Tensor, rows: Tensor) -> Tensor:
+    """`values` [T, C] with `rows` of a `tile` [R, C] for the tokens that are there.
+
+    The CPU reads those rows alone. The host would have to wait for a device to count them.
+    """
+    if values.device.type != "cpu":
+        return torch.where(is_here.unsqueeze(1), tile[rows * is_here], values)
+    positions = is_here.nonzero().squeeze(1)
+    return values.index_copy_(0, positions, tile[rows[positions]])
+
+
+def sum_rows(values: Tensor, num_rows: int, is_here: Tensor, rows: Tensor) -> Tensor:
+    """The sums of `values` [T, C] over the tokens of each row of a tile: [num_rows, C]."""
+    sums = values.new_zeros(num_rows + 1, values.shape[1])
+    if values.device.type != "cpu":  # the last row takes the values of other tiles
+        return sums.index_add_(0, torch.where(is_here, rows, num_rows), values)[:-1]
+    positions = is_here.nonzero().squeeze(1)
+    return sums[:-1].index_add_(0, rows[positions], values[positions])

@@ -32,7 +32,7 @@ from onefold.unit.buffer import Buffer
 from onefold.unit.gather import UnitGather
 from onefold.unit.gradient import UnitGradient
 from onefold.unit.parameter import UnitParameter
-from onefold.unit.tile_rows import check_rows, found, places
+from onefold.unit.tile_rows import check_rows, places, read_rows, sum_rows
 from onefold.wire.message_cut import MessageLayout
 from onefold.wire.ticket import DONE, Ticket
 from onefold.wire.transport import Reduction
@@ -359,15 +359,9 @@ class _Embedding(torch.autograd.Function):
         flat = tokens.reshape(-1)
         check_rows(flat, tiled.num_rows)
         y = torch.empty(len(flat), tiled.num_columns, dtype=tiled.dtype, device=flat.device)
-        if flat.device.type != "cpu":
-            numbers, rows = places(flat, tiled.tile_rows)
-            for number, (_, weight) in enumerate(tiled.whole_tiles()):
-                is_here = numbers == number
-                y = torch.where(is_here.unsqueeze(1), weight[rows * is_here], y)
-            return y.view(*tokens.shape, tiled.num_columns)
-        for tile, weight in tiled.whole_tiles():
-            for positions, rows in found(flat, tile.rows):
-                y[positions] = weight[rows]
+        numbers, rows = places(flat, tiled.tile_rows)
+        for number, (_, weight) in enumerate(tiled.whole_tiles()):
+            y = read_rows(y, weight, numbers == number, rows)
         return y.view(*tokens.shape, tiled.num_columns)
 
     @staticmethod
@@ -379,16 +373,9 @@ class _Embedding(torch.autograd.Function):
             if ctx.padding_idx is not None:
                 out = out.masked_fill((flat == ctx.padding_idx).unsqueeze(1), 0)
             reducer = _TileReducer(tiled)
-            is_queued = flat.device.type != "cpu"
-            here = places(flat, tiled.tile_rows) if is_queued else None
+            numbers, rows = places(flat, tiled.tile_rows)
             for number, tile in enumerate(tiled.tiles):
-                # the last row takes the gradients of other tiles
-                partial = out.new_zeros(tile.num_rows + is_queued, tiled.num_columns)
-                if here is not None:
-                    rows = torch.where(here[0] == number, here[1], tile.num_rows)
-                    partial = partial.index_add_(0, rows, out)[:-1]
-                for positions, rows in () if is_queued else found(flat, tile.rows):
-                    partial.index_add_(0, rows, out[positions])
+                partial = sum_rows(out, tile.num_rows, numbers == number, rows)
                 reducer.reduce(tile, partial)
             reducer.finish()
             tiled.closed(ctx.use)
