@@ -100,11 +100,16 @@ def test_a_weight_in_several_graphs_has_the_gradients_of_one_process(run, units,
             torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-5)
 
 
-def test_a_graph_from_before_a_step_is_an_error_that_says_so():
+@pytest.mark.parametrize("width", [WIDTH, 512], ids=["small weights", "large weights"])
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("offload", [None, "optimizer"])
+def test_a_graph_from_before_a_step_is_an_error_that_says_so(width, stage, offload):
+    """Large weights travel alone, straight to where modules read them, and rest in own pages."""
+
     def body(rank: int) -> str:
-        model = seeded(Tied)
+        model = seeded(Tied, width)
         optimizer = torch.optim.AdamW(model.parameters())
-        onefold.shard(model, optimizer, stage=3)
+        onefold.shard(model, optimizer, stage=stage, offload=offload)
         loss = loss_of(model, 1)
         loss.backward(retain_graph=True)
         optimizer.step()
@@ -113,4 +118,4 @@ def test_a_graph_from_before_a_step_is_an_error_that_says_so():
         return str(error.value)
 
     for message in run_ranks(2, body):
-        assert "run backward before the optimizer steps" in message
+        assert "run backward before the optimizer steps" in message, message

@@ -23,6 +23,7 @@ from onefold.mixed.speeds import EVERY, WARM_STEPS, measure
 from onefold.tier.cpu import CopyStream
 from onefold.tier.slots import SlotPool
 from onefold.tier.step_device import HostStep
+from tests.laws.test_graphs import Tied
 from tests.sim import building
 from tests.sim import device as sim
 from tests.sim.counting import MESSAGES, of_onefold
@@ -383,6 +384,31 @@ def test_one_rank_that_sends_to_itself_trains_bit_for_bit_as_one_that_does_not()
         assert_same_bits(one, other)
     assert not any(none)
     assert all(some)
+
+
+def backward_after_a_step(rank: int, stage: Any, offload: Any) -> list[str]:
+    """The errors of graphs from before a step, of small and of large weights."""
+    errors = []
+    for width in (8, 512):
+        module = seeded(Tied, width)
+        optimizer = torch.optim.AdamW(module.parameters())
+        onefold.shard(module, optimizer, stage=stage, offload=offload)
+        loss = module(on_device(torch.arange(15).view(3, 5) + rank)).square().mean()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        try:
+            loss.backward()
+        except onefold.OnefoldError as error:
+            errors.append(str(error))
+    return errors
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(2, None), (3, None), (3, Offload("cpu", "cpu"))])
+def test_a_graph_from_before_a_step_is_an_error_on_a_device_too(stage, offload):
+    for errors in run_sim(2, backward_after_a_step, stage, offload):
+        assert len(errors) == 2
+        for error in errors:
+            assert "run backward before the optimizer steps" in error
 
 
 def save_and_resume(rank: int, folder: str) -> tuple[Result, Result]:
