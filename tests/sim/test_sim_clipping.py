@@ -24,6 +24,18 @@ pytestmark = [
     pytest.mark.skipif(building.missing() is not None, reason=f"needs {building.missing()}"),
 ]
 
+
+class Narrow(Model):
+    """A parameter of two rows: of three ranks one has none of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gains = nn.Parameter(torch.ones(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * self.gains.prod()
+
+
 CASES: list[tuple[type[nn.Module], dict[str, Any]]] = [
     (Model, {"max_norm": 0.1}),
     (Model, {"max_norm": 0.1, "foreach": True}),
@@ -32,6 +44,8 @@ CASES: list[tuple[type[nn.Module], dict[str, Any]]] = [
     (Model, {"max_norm": 0.1, "norm_type": 1.0}),
     (Model, {"max_norm": 0.1, "norm_type": math.inf}),
     (Spared, {"max_norm": 0.1}),
+    (Narrow, {"max_norm": 0.1}),
+    (Narrow, {"max_norm": 0.1, "norm_type": math.inf}),
 ]
 """The model, and what it is clipped with; `foreach` is an option of torch's function alone."""
 OFFLOADS = {1: "optimizer", 2: "optimizer", 3: WEIGHTS}
@@ -109,7 +123,7 @@ def costs_of_clipping(rank: int, case: int) -> list[tuple[dict[str, int], dict[s
 
 
 @pytest.mark.filterwarnings("ignore:ranks 0 and 1 got the same first batch")
-@pytest.mark.parametrize("case", [0, 1, 2, 3, 4, 6])
+@pytest.mark.parametrize("case", range(8))  # the last one gathers rows: some ranks have none
 def test_clipping_weights_in_cpu_memory_sends_one_message_and_waits_once(case):
     """torch asks for the factor in the memory of the parameter: the host reads one number."""
     for waits, messages in run_sim(3, costs_of_clipping, case)[0]:
