@@ -16,6 +16,7 @@ from onefold.compose import routes
 from onefold.errors import WireError
 from onefold.layout.ledger import Kind
 from onefold.unit import context as context_module
+from onefold.unit.gather import UnitGather
 from tests.support.ranks import run_ranks, seeded
 
 WORLDS = pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -171,6 +172,26 @@ class Twins(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.blocks[1](self.blocks[0](x))
+
+
+def test_tags_are_compared_once_a_gather(monkeypatch):
+    """Units that show weights again which are there already compare none."""
+    compared: list[int] = []
+    check = UnitGather.check
+    monkeypatch.setattr(
+        UnitGather, "check", lambda gather, full: (compared.append(1), check(gather, full))[1]
+    )
+
+    def body(rank: int) -> None:
+        module = seeded(Twins)
+        onefold.shard(module, stage=3)
+        unit = module.__dict__["_onefold_engine"].units[0]
+        for releases in (False, False, True, False):
+            unit.unshard()
+            unit.reshard(release=releases)
+
+    run_ranks(2, body)
+    assert len(compared) == 2 * 2, "of two gathers, on two ranks"
 
 
 @pytest.mark.parametrize("is_deferred", [False, True])

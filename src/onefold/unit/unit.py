@@ -74,6 +74,7 @@ class Unit(UnitWeights):
         self.is_tiled = plan.tile_nbytes > 0  # gathered in row blocks
         self._ticket: Ticket = DONE
         self._fresh = False
+        self._is_checked = False  # the tags of what the full buffer holds
         self._gathered = -1  # `edits` when the full buffer was filled
         self.parameters = [
             UnitParameter(self, self.spec, number, self.weight.tensor, member)
@@ -172,7 +173,7 @@ class Unit(UnitWeights):
             self._await_gather()
         self.unsharded.reallocate()
         self._ticket = self.gather.start(self.unsharded)
-        self._gathered, self._fresh = edits, True
+        self._gathered, self._fresh, self._is_checked = edits, True, False
 
     def start_fetch(self) -> None:
         """Begin to fetch own rows from a far tier: `start_unshard` will want them."""
@@ -191,7 +192,9 @@ class Unit(UnitWeights):
         self.start_unshard()
         if self._ticket is not DONE:
             self._await_gather()
-        self.gather.check(self.unsharded)
+        if not self._is_checked:
+            self.gather.check(self.unsharded)
+            self._is_checked = True
         for weight in self.decoded:
             weight.fill()
         with torch._C.DisableTorchFunctionSubclass():
