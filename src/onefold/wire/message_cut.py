@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -64,11 +65,11 @@ def pack_own(
     """Copy this rank's pieces of the flat `full`, or its `rows` of all regions, to its chunk."""
     if rows:
         start, stop = cut.packed_spans[cut.rank]
-        chunk = packed[start:stop]
-        if rows[0] is not None and rows[0].dtype == chunk.dtype:
-            torch.cat(rows, out=chunk)  # type: ignore[arg-type]
+        chunk, own = packed[start:stop], cast("list[Tensor]", rows)
+        if own[0].dtype == chunk.dtype:
+            torch.cat(own, out=chunk)
         else:
-            torch._foreach_copy_(chunk.split_with_sizes(cut.small_numels[cut.rank]), rows)
+            torch._foreach_copy_(chunk.split_with_sizes(cut.small_numels[cut.rank]), own)
         return
     chunk, rank = RankChunk(cut, cut.rank, packed), cut.rank
     if cut.medium:
