@@ -165,6 +165,66 @@ def test_initialisers_that_a_library_has_replaced_set_the_same_values(
     run_ranks(world_size, body)
 
 
+SHOWN: dict[str, Callable[[Any], Any]] = {
+    "parameter": lambda p: p, "data": lambda p: p.data, "detach": lambda p: p.detach(),
+    "detached data": lambda p: p.data.detach(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_inference", [False, True])
+@pytest.mark.parametrize("shown", SHOWN)
+@pytest.mark.parametrize(("world_size", "stage"), [*ROWS, (1, 0)])
+def test_an_edit_is_made_or_refused_by_name_however_a_parameter_is_shown(
+    world_size, stage, shown, is_inference
+):
+    edits: dict[str, Callable[[Any], Any]] = {
+        "in place": lambda p: p.fill_(2), "row": lambda p: p[:].fill_(2),
+        "initialised": lambda p: nn.init.constant_(p, 2),
+        "initialised, doubled": lambda p: nn.init.ones_(p).mul_(2),
+        "out": lambda p: torch.add(torch.ones(p.shape), 1, out=p),
+        "out of own": lambda p: torch.add(p * 0, 2, out=p),
+        "view": lambda p: p.view(-1).fill_(2),
+    }  # fmt: skip
+
+    def body(rank: int) -> None:
+        for name, edit in edits.items():
+            module, _ = sharded(stage, precision="bf16")
+            before = whole(module.frozen).clone()
+            try:
+                with torch.inference_mode(is_inference), torch.no_grad():
+                    edit(SHOWN[shown](module.frozen))
+            except onefold.StateError:
+                assert torch.equal(whole(module.frozen), before), name
+            else:
+                assert whole(module.frozen).eq(2).all(), name
+
+    run_ranks(world_size, body)
+
+
+READS: dict[str, Callable[[Any], Tensor]] = {
+    "with a plain tensor": lambda p: p + torch.zeros(p.shape), "largest": lambda p: p.max(),
+    "sum": lambda p: p.sum(), "stacked": lambda p: torch.stack([p, torch.zeros(p.shape)]),
+    "close": lambda p: torch.tensor(torch.allclose(p, seeded(Mixed).many, rtol=0, atol=0)),
+    "sorted": lambda p: p.sort(dim=0).values,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_inference", [False, True])
+@pytest.mark.parametrize("shares", [None, [2.0, 1.0]])
+def test_a_read_without_gradients_sees_the_weights_at_rest_as_no_forward_rounds_them(
+    shares, is_inference
+):
+    def body(rank: int) -> None:
+        module, _ = sharded(3, precision="bf16", wire="recommended", shares=shares)
+        plain = seeded(Mixed)
+        with torch.inference_mode(is_inference), torch.no_grad():
+            for read in READS.values():
+                got, wanted = whole(read(module.many)), read(plain.many)
+                torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
+
+    run_ranks(2, body)
+
+
 def _call(func: Callable[..., Any], *args: Any, **options: Any) -> Any:
     return func(*args, **options)
 

@@ -5,8 +5,11 @@ The reference is one process that trains the same packed weights with bitsandbyt
 
 from __future__ import annotations
 
+import copy
 import gc
 import inspect
+import io
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -751,25 +754,123 @@ def test_the_names_of_bitsandbytes_that_are_relied_on_exist():
     assert len(notes) == 1, "the note that save_pretrained writes"
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+def of_state(module: nn.Module) -> Tensor:
+    return module.state_dict()["0.weight"]
+
+
+def in_list(weight: Tensor) -> None:
+    torch._foreach_mul_([torch.ones(2, dtype=torch.uint8), weight], 2)
+
+
+def into(weight: Tensor) -> None:
+    torch.add(weight.clone(), 1, out=weight)
+
+
+def set_item(weight: Tensor) -> None:
+    weight[0] = 1
+
+
+def by_vector(module: nn.Module) -> None:
+    frozen = [module.get_parameter("0.weight")]
+    nn.utils.vector_to_parameters(torch.ones(frozen[0].numel(), dtype=torch.uint8), frozen)
+
+
+EDITS_OF_BYTES: dict[str, Callable[[Any], object]] = {
+    "zero_": Tensor.zero_, "neg_": Tensor.neg_, "mul_": lambda weight: weight.mul_(2),
+    "clamp_": lambda weight: weight.clamp_(0), "ones_": nn.init.ones_, "normal_": nn.init.normal_,
+    "in a list": in_list, "out=": into, "setitem": set_item, "+=": lambda w: w.__iadd__(1),
+    "copy_": lambda weight: weight.copy_(torch.ones(8, 8)),
+    "copy_ of floats": lambda weight: weight.copy_(torch.ones(weight.shape)),
+    "slice": lambda weight: weight[1:3].mul_(2), "row": lambda weight: weight[0].zero_(),
+    "view": lambda weight: weight.view(-1).add_(1), "view.copy_": lambda w: w[:2].copy_(w[2:4]),
+    "flatten": lambda weight: weight.flatten()[:].fill_(3),
+}  # fmt: skip
+SHOWN_BYTES: dict[str, Callable[[Any], Any]] = {
+    "the parameter": lambda module: module[0].weight,
+    ".data": lambda module: module[0].weight.data,
+    ".detach()": lambda module: module[0].weight.detach(),
+    "state_dict()": of_state,
+    ".data.detach()": lambda module: module[0].weight.data.detach(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_inference", [False, True])
 @pytest.mark.parametrize(
-    "edit",
-    [
-        Tensor.zero_, Tensor.neg_, lambda weight: weight.mul_(2), lambda weight: weight.clamp_(0),
-        nn.init.ones_, nn.init.normal_,
-        lambda weight: torch._foreach_mul_([torch.ones(2), weight], 2),
-    ],
-)  # fmt: skip
-def test_an_edit_of_the_bytes_of_a_frozen_quantized_weight_is_refused(edit, world_size):
-    def body(rank):
+    ("world_size", "stage"), [(1, 0), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3), (3, 0), (3, 3)]
+)
+def test_no_edit_writes_to_the_bytes_of_a_frozen_quantized_weight(world_size, stage, is_inference):
+    words = r"'0\.weight'[^$]*writeback=True"
+
+    def body(rank: int) -> None:
         module = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8))
-        onefold.shard(module, stage=3, precision=onefold.Precision(frozen="int8"))
-        wanted = onefold.full_state_dict(module)
-        words = r"'0\.weight'[^$]*_\(\) on its quantized numbers[^$]*writeback=True"
-        with torch.no_grad(), pytest.raises(onefold.StateError, match=words):
-            edit(module[0].weight)
-        found = onefold.full_state_dict(module)
-        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+        onefold.shard(module, stage=stage, precision=onefold.Precision(frozen="int8"))
+        wanted = own_bytes(module)
+        for shown_as, show in SHOWN_BYTES.items():
+            for name, edit in EDITS_OF_BYTES.items():
+                with torch.inference_mode(is_inference), torch.no_grad():
+                    weight = show(module)
+                    with pytest.raises(onefold.StateError, match=words):
+                        edit(weight)
+                        raise AssertionError(f"{name} of {shown_as} is silent")
+                assert torch.equal(own_bytes(module), wanted), (name, shown_as)
+        with torch.inference_mode(is_inference):
+            for edit in (by_vector, assign_data):
+                with pytest.raises(onefold.StateError, match=r"0\.weight"):
+                    edit(module)
+        assert torch.equal(own_bytes(module), wanted)
+
+    run_ranks(world_size, body)
+
+
+def assign_data(module: nn.Module) -> None:
+    weight = module.get_parameter("0.weight")
+    weight.data = torch.ones(weight.shape, dtype=torch.uint8)
+
+
+def own_bytes(module: Any) -> Tensor:
+    found = onefold.full_state_dict(module, rank0_only=False)["0.weight"]
+    assert type(found) is Tensor
+    return found.clone()
+
+
+@pytest.mark.filterwarnings("ignore:torch.save of a sharded module")
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (2, 1), (2, 3)])
+def test_the_bytes_of_a_frozen_quantized_weight_can_be_read_and_copied(world_size, stage):
+    def body(rank: int) -> None:
+        modules = [
+            nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8)) for _ in "ab"
+        ]
+        for module in modules:
+            onefold.shard(module, stage=stage, precision=onefold.Precision(frozen="int8"))
+        module, other = modules
+        wanted, others = own_bytes(module), own_bytes(other)
+        assert not torch.equal(wanted, others)
+        for show in SHOWN_BYTES.values():
+            with torch.no_grad():
+                weight = show(module)
+                assert weight.detach().tolist() == wanted.tolist()
+                assert weight.detach().numpy().tolist() == wanted.tolist()
+                assert weight[3].item() == wanted[3]
+                assert weight.sum().item() == wanted.sum()
+                assert "tensor(" in repr(weight[:4].float() + 1)
+                for read in (weight.clone(), weight.to(torch.int32), weight.float()):
+                    read.mul_(2)  # of its own
+                copied = copy.deepcopy(weight.detach())
+                copied.mul_(2)
+                file = io.BytesIO()
+                torch.save(weight.detach(), file)
+                file.seek(0)
+                assert torch.load(file, weights_only=False).shape == weight.shape
+        assert torch.equal(own_bytes(module), wanted)
+        before = copy.deepcopy(module.state_dict())
+        for show in SHOWN_BYTES.values():
+            with torch.no_grad():
+                show(module).copy_(show(other))
+                assert torch.equal(own_bytes(module), others)
+                module[0].bias.copy_(other[0].bias)
+                assert torch.equal(module[0](torch.ones(8)), other[0](torch.ones(8)))
+            module.load_state_dict(before)
+            assert torch.equal(own_bytes(module), wanted)
 
     run_ranks(world_size, body)
 

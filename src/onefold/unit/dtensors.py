@@ -31,6 +31,7 @@ from onefold.unit.functions import (
     GET_DATA,
     GET_GRAD,
     NEW,
+    READS,
     SET_DATA,
     VALUES,
     fills,
@@ -42,9 +43,12 @@ from onefold.unit.logical import (
     as_logical,
     count_edits,
     dtensor_over,
+    gathered,
     needs_plain,
+    refuse_lost_out,
     run_sharded,
 )
+from onefold.unit.quantized_bytes import refuse_edit
 
 Owner = Callable[[], Any]
 """A weak reference to the `UnitParameter` of a tensor, which is built of these classes."""
@@ -60,7 +64,9 @@ def _dispatch(
     leaves = list(tree_iter((args, kwargs)))
     owners = {id(leaf): leaf.owner() for leaf in leaves if isinstance(leaf, AT_REST)}
     owners = {key: owner for key, owner in owners.items() if owner is not None}
-    _refuse_edit_of_bytes(func, args[:1] or tuple(kwargs.values())[:1])  # nn.init names it
+    as_bytes = {key: owner.shown_bytes() for key, owner in owners.items() if owner.decoded}
+    own_args, own_kwargs = _replaced((args, kwargs), as_bytes)
+    refuse_edit(func, own_args, own_kwargs)
     if fills(func):
         for owner in owners.values():
             owner.unit.wait_step()
@@ -71,21 +77,28 @@ def _dispatch(
         if used is not None:
             return used
     with torch._C.DisableTorchFunctionSubclass():
-        must = needs_plain(func, leaves)
         for owner in owners.values():
             owner.unit.wait_step()
-        wanted = [o.unit for o in owners.values() if must or o.unit.is_wanted_unsharded(o)]
-        if wanted and _is_into_shards(func, leaves[0], wanted[0]):
-            wanted = []
-        if not wanted:
-            outputs = run_sharded(func, args, kwargs)
-            count_edits(func, [leaf for leaf in tree_iter(args[:1]) if isinstance(leaf, AT_REST)])
-            return outputs
+        wanted = [o.unit for o in owners.values() if o.unit.is_wanted_unsharded(o)]
+        if not wanted or _is_into_shards(func, leaves[0], wanted[0]):
+            if func in READS:
+                own_args, own_kwargs = args, kwargs
+            return _at_rest(func, own_args, own_kwargs)
         full = {key: owner.unit.unshard_for_use(owner) for key, owner in owners.items()}
-        new_args, new_kwargs = tree_map(lambda leaf: full.get(id(leaf), leaf), (args, kwargs))
+        new_args, new_kwargs = _replaced((args, kwargs), full)
     outputs = _own_memory(func(*new_args, **new_kwargs), list(full.values()))
     for unit in wanted:
         unit.note_use(outputs)
+    return outputs
+
+
+def _at_rest(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `func` on weights at rest, which a forward may see rounded."""
+    if needs_plain(func, list(tree_iter((args, kwargs)))):
+        refuse_lost_out(func, kwargs)
+        args, kwargs = tree_map(gathered, (args, kwargs))
+    outputs = run_sharded(func, args, kwargs)
+    count_edits(func, [leaf for leaf in tree_iter(args[:1]) if isinstance(leaf, AT_REST)])
     return outputs
 
 
@@ -95,15 +108,15 @@ def _bookkeeping(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     owner = sharded.owner() if isinstance(sharded, AT_REST) else None
     if owner is not None:
         if func in VALUES:
-            _refuse_edit_of_bytes(func, args[:1])
-            owner.unit.wait_step()
+            _await_values(func, owner, args, kwargs)
         elif func == GET_GRAD:
             owner.unit.gradient.check_there(owner)
         if func is Tensor.register_hook:
             raise refusals.TENSOR_HOOK(owner.fqn)
         if func is Tensor.__deepcopy__ and isinstance(sharded, ShardedParameter):
             raise refusals.NO_COPY(owner.fqn)
-        if func is Tensor.detach and isinstance(sharded, ShardedParameter):  # as state_dict() does
+        is_shown = isinstance(sharded, ShardedParameter) or owner.decoded
+        if func is Tensor.detach and is_shown:  # as state_dict() does
             return owner.detached()
         if func == SET_DATA:
             owner.refuse_other_data(args[1])
@@ -114,23 +127,22 @@ def _bookkeeping(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
             like = torch.empty(0, dtype=spec.dtype, device=spec.context.store.device)
             return func(like, *args[1:], **kwargs)
     with torch._C.DisableTorchFunctionSubclass():
-        outputs = _copy(owner, args, kwargs) if func is Tensor.copy_ else func(*args, **kwargs)
+        outputs = run_sharded(func, args, kwargs) if func is Tensor.copy_ else func(*args, **kwargs)
         return as_logical(outputs) if type(outputs) is DTensor else outputs
 
 
-def _refuse_edit_of_bytes(func: Callable[..., Any], edited: tuple[Any, ...]) -> None:
-    """Refuse to change quantized numbers in place of values; `_copy` looks at what is copied."""
-    for leaf in tree_iter(edited) if writes(func) and func is not Tensor.copy_ else ():
-        owner = leaf.owner() if isinstance(leaf, AT_REST) else None
-        if owner is not None and owner.decoded:
-            raise refusals.QUANTIZED_EDIT(owner.fqn, func.__name__)
+def _await_values(
+    func: Callable[..., Any], owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Wait for a step in the background; refuse to edit quantized bytes."""
+    if owner.decoded:
+        refuse_edit(func, (owner.shown_bytes(), *args[1:]), kwargs)
+    owner.unit.wait_step()
 
 
-def _copy(owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Copy values into a sharded tensor; refuse plain ones for quantized bytes."""
-    if owner is not None and owner.decoded and args[1].shape != args[0].shape:
-        raise refusals.QUANTIZED_COPY(owner.fqn, list(args[1].shape))
-    return run_sharded(Tensor.copy_, args, kwargs)
+def _replaced(tree: Any, others: dict[int, Any]) -> Any:
+    """Put others, by identity, in the place of leaves."""
+    return tree_map(lambda leaf: others.get(id(leaf), leaf), tree) if others else tree
 
 
 def _is_into_shards(func: Callable[..., Any], target: Any, unit: Any) -> bool:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from onefold.unit import refusals
 from onefold.unit.functions import SET_DATA, VALUES, is_passive, writes
+from onefold.unit.quantized_bytes import plain_bytes, refuse_edit
 
 
 class GatheredView(Tensor):
@@ -70,6 +71,7 @@ def as_views(outputs: Any, target: DTensor, rows: Tensor) -> Any:
 def _write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first = args[0] if args else next(iter(kwargs.values()))  # torch.nn.init passes names
     written = [leaf for leaf in tree_iter(first) if isinstance(leaf, GatheredView)]
+    refuse_edit(func, ([view._target for view in written],), {})
     rows = {id(view._target): _gathered(view._target) for view in written}
     fresh = {id(view): _place_in(rows[id(view._target)], view) for view in written}
     plain_args, plain_kwargs = tree_map(
@@ -86,7 +88,7 @@ def _write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
 def _gathered(target: DTensor) -> Tensor:
     """All rows, contiguous: views of them keep their place in storage."""
-    full = target.full_tensor().detach()
+    full = plain_bytes(target.full_tensor().detach())
     is_whole = full.is_contiguous() and not full.storage_offset()
     return full if is_whole else full.clone(memory_format=torch.contiguous_format)
 

@@ -35,6 +35,7 @@ from onefold.unit.functions import (
     writes,
 )
 from onefold.unit.gathered_view import view_of_rows
+from onefold.unit.quantized_bytes import plain_bytes, refuse_edit
 from onefold.unit.shown_grads import await_readers
 
 
@@ -77,12 +78,15 @@ def run_sharded(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
     Raises `StateError` for an in-place operation with a plain tensor that is not elementwise.
     """
+    refuse_edit(func, args, kwargs)
+    if func in SHAPED and not isinstance(args[0], DTensor):
+        return func(args[0], args[0].new_empty(()).expand(args[1].shape))
     if func is Tensor.__setitem__ and isinstance(args[0], DTensor):
         return _set_item(*args)
     if makes_view(func, args) and _cuts_rows(func, args, kwargs):
-        return view_of_rows(func, args[0], *tree_map(_plain, (args[1:], kwargs)))
+        return view_of_rows(func, args[0], *tree_map(gathered, (args[1:], kwargs)))
     if func is Tensor.__getitem__ and isinstance(args[0], DTensor) and is_list(args[1]):
-        return args[0].full_tensor()[tree_map(_plain, args[1])]
+        return args[0].full_tensor()[tree_map(gathered, args[1])]
     if fills(func):
         return _fill(func, args, kwargs)
     if getattr(func, "__name__", "").startswith("_foreach_") and writes(func):
@@ -93,6 +97,16 @@ def run_sharded(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     shown = args[0] if args else None
     if has_no_identity(func, args, kwargs):
         args, kwargs = tree_map(_with_rows, (args, kwargs))
+    return _run(func, args, kwargs, shown)
+
+
+def _run(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], shown: Any
+) -> Any:
+    """Run `func`; raise `StateError` for an operation that DTensor does not define.
+
+    `shown`: the first argument as it was given.
+    """
     try:
         outputs = as_logical(func(*args, **kwargs))
         return _shown_where(shown, outputs) if is_norm(func) else outputs
@@ -153,7 +167,7 @@ def _cuts_rows(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 def _set_item(target: DTensor, index: Any, value: Any) -> None:
     """`target[index] = value`, on all ranks alike: a collective."""
-    index, value = tree_map(_plain, (index, value))
+    index, value = tree_map(gathered, (index, value))
     full = target.full_tensor()
     full[index] = value
     target.copy_(_cut_like(target, full))
@@ -177,9 +191,9 @@ def _fill(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 def _like_target(func: Callable[..., Any], target: Any, operands: Any) -> Any:
     """The operands of a write: gathered if `target` is plain, cut like it if it is not."""
     if isinstance(target, list | tuple):  # of torch._foreach_
-        return operands if isinstance(target[0], DTensor) else tree_map(_plain, operands)
+        return operands if isinstance(target[0], DTensor) else tree_map(gathered, operands)
     if not isinstance(target, DTensor):
-        return tree_map(_plain, operands)
+        return tree_map(gathered, operands)
 
     def cut(operand: Any) -> Any:
         if not isinstance(operand, Tensor) or isinstance(operand, DTensor) or not operand.dim():
@@ -195,13 +209,13 @@ def _like_target(func: Callable[..., Any], target: Any, operands: Any) -> Any:
 def _own_rows(targets: Any, operands: Any) -> Any:
     """Own rows of each operand of a function that writes to a list, cut as its target is."""
     if not isinstance(operands, list | tuple):
-        return _plain(operands)
+        return gathered(operands)
     return [_rows_like(target, value) for target, value in zip(targets, operands, strict=False)]
 
 
 def _rows_like(target: Any, value: Any) -> Any:
     if not isinstance(target, DTensor) or not isinstance(value, Tensor):
-        return _plain(value)
+        return gathered(value)
     if isinstance(value, DTensor):
         if value.placements == target.placements and value.shape == target.shape:
             return value._local_tensor
@@ -218,7 +232,7 @@ def _cut_like(target: DTensor, full: Tensor) -> DTensor:
     return replicated.redistribute(placements=target.placements)
 
 
-def _plain(leaf: Any) -> Any:
+def gathered(leaf: Any) -> Any:
     """Gather a DTensor to where it is shown.
 
     Also inside `torch.tensor([leaf])`, which suspends tensor subclasses.
@@ -248,18 +262,28 @@ def needs_plain(func: Callable[..., Any], leaves: list[Any]) -> bool:
 
     Writes keep their target: on a copy they would do nothing.
     """
-    if writes(func) or func in SHAPED or makes_view(func, leaves):
+    if writes(func) or func is Tensor.detach or func in SHAPED or makes_view(func, leaves):
         return False
     if cut_dtensor.needs_whole(func, leaves) or func is torch.allclose:  # not defined by DTensor
         return True
+    if not any(isinstance(leaf, LogicalValues) for leaf in leaves):
+        return False
     if torch.is_inference_mode_enabled():  # where DTensor's views are not defined either
         return True
-    return any(isinstance(leaf, LogicalValues) for leaf in leaves) and any(
+    return any(
         isinstance(leaf, Tensor)
         and not isinstance(leaf, DTensor)
         and (leaf.dim() > 0 or leaf.requires_grad)  # a gradient flows into no plain number
         for leaf in leaves
     )
+
+
+def refuse_lost_out(func: Callable[..., Any], kwargs: dict[str, Any]) -> None:
+    """Raise `StateError` for `out=` of an operation that gathers its operands, `out` as well."""
+    refuse_edit(func, (), kwargs)
+    for leaf in tree_iter(kwargs.get("out")):
+        if isinstance(leaf, LogicalValues):
+            raise refusals.MIXED_WRITE(leaf._label, f"{func.__name__}(out=)")
 
 
 def count_edits(func: Callable[..., Any], edited: list[Tensor]) -> None:
@@ -311,12 +335,15 @@ class LogicalTensor(LogicalValues):
             await_readers(leaves)
             if func in NEW:
                 return func(args[0]._local_tensor, *args[1:], **kwargs)
-            if writes(func) and isinstance(args[0], DTensor):
-                _refuse_lost_write(args[0])
+            if writes(func) and isinstance(leaves[0], DTensor):
+                _refuse_lost_write(leaves[0])
             if func is torch._foreach_norm and not all(isinstance(t, DTensor) for t in args[0]):
                 return [run_sharded(func, ([t], *args[1:]), kwargs)[0] for t in args[0]]
             if func in READS or needs_plain(func, leaves):
-                plain_args, plain_kwargs = tree_map(_plain, (args, kwargs))
+                refuse_lost_out(func, kwargs)
+                plain_args, plain_kwargs = tree_map(gathered, (args, kwargs))
+                if func in READS:
+                    plain_args = tree_map(plain_bytes, plain_args)
                 return func(*plain_args, **plain_kwargs)
             return run_sharded(func, args, kwargs)
 

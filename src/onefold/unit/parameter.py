@@ -25,6 +25,7 @@ from onefold.layout.units import Owned
 from onefold.unit import dtensors, logical, refusals, shown_grads
 from onefold.unit.context import UnitSpec
 from onefold.unit.decoded import DecodedWeight, PackedMatrix
+from onefold.unit.quantized_bytes import QuantizedBytes
 from onefold.unit.sharded_form import ShardedForm
 from onefold.wire.collectives import Group
 
@@ -75,7 +76,7 @@ class UnitParameter(ShardedForm):
         self._template = self.make_template()
         assert self._template is not None, "rows move between ranks, which see DTensors"
         sharded: Any = self.sharded
-        sharded._local_tensor, sharded._spec = self.local, self._template._spec
+        sharded._local_tensor, sharded._spec = self._shown_local, self._template._spec
 
     @property
     def unit(self) -> Any:
@@ -84,6 +85,21 @@ class UnitParameter(ShardedForm):
         if unit is None:
             raise refusals.DELETED(self.fqn)
         return unit
+
+    @property
+    def _shown_local(self) -> Tensor:
+        """Own rows as users see them in a DTensor; those of a quantized weight refuse edits."""
+        return self.local if self.decoded is None else self._as_bytes(self.local)
+
+    def _as_bytes(self, own: Tensor) -> Tensor:
+        return QuantizedBytes.of(own, tuple(self.local.shape), ref(self))
+
+    def shown_bytes(self) -> Tensor:
+        """The sharded parameter of a quantized weight, as a tensor that refuses edits."""
+        if self._template is not None:
+            return self.sharded
+        with torch._C.DisableTorchFunctionSubclass():  # a detached tensor shares its version
+            return self._as_bytes(self.sharded.detach())
 
     @property
     def stepped(self) -> Tensor:
@@ -195,7 +211,7 @@ class UnitParameter(ShardedForm):
         self.is_dtensor = self._template is not None
         if self._template is not None:
             self.sharded = dtensors.sharded_parameter(
-                self.local, self._template, ref(self), self.label
+                self._shown_local, self._template, ref(self), self.label
             )
             self.sharded.requires_grad_(requires_grad)
             dtensors.drop_values(original)  # whoever holds the object holds no bytes
@@ -368,7 +384,9 @@ class UnitParameter(ShardedForm):
         return handle
 
     def detached(self) -> Tensor:
-        shown = self.wrap(self.local.detach())
+        if self._template is None:
+            return self.shown_bytes()
+        shown = self.wrap(self._shown_local.detach())
         if isinstance(shown, DTensor):
             shown.__class__ = logical.DetachedShard
             dtensors.introduce(shown, ref(self))
@@ -390,7 +408,8 @@ class UnitParameter(ShardedForm):
         with torch._C.DisableTorchFunctionSubclass():
             if self._template is None or torch.is_inference_mode_enabled():
                 self.unit.edits.bump(others=1)
-                return logical.as_logical(self.sharded.data)
+                sharded = self.sharded if self.decoded is None else self.shown_bytes()
+                return logical.as_logical(sharded.data)
             if self._data is None:
                 self._data = self.sharded.data
                 self._data.__class__ = logical.ShownData

@@ -38,6 +38,7 @@ from onefold.unit.gather import UnitGather, gather_of
 from onefold.unit.gradient import UnitGradient
 from onefold.unit.init import Values, rows_in_files
 from onefold.unit.parameter import UnitParameter
+from onefold.unit.quantized_bytes import plain_bytes
 from onefold.unit.tiles import TiledWeight
 from onefold.unit.weights import UnitWeights
 from onefold.wire.ticket import DONE, Ticket
@@ -298,7 +299,7 @@ class Unit(UnitWeights):
                 for parameters, name in parameter.places:
                     if parameters.get(name) is not sharded:
                         raise parameter.touched("another tensor in its place")
-                if getattr(sharded, "_local_tensor", None) is not local:
+                if plain_bytes(getattr(sharded, "_local_tensor", None)) is not local:
                     parameter.check_own()
 
     @property
