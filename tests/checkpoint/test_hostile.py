@@ -116,3 +116,47 @@ def test_old_values_are_not_kept_where_a_checkpoint_lacks_rows(good, tmp_path):
         onefold.load(path, module, optimizer)
     for name, value in onefold.full_state_dict(module).items():
         assert torch.equal(value, before[name]), name
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt, torch.OutOfMemoryError])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "directory.json.loads", "unpickling._Machine.load", "unpickling.torch.load",
+        "metadata._checked", "archives.extents", "load.spread_ties",
+    ],
+)  # fmt: skip
+def test_an_error_that_says_nothing_of_the_bytes_is_not_told_as_damage(
+    good, monkeypatch, place, error
+):
+    folder, module, optimizer = good
+    path, name = f"onefold.checkpoint.{place}".rsplit(".", 1)
+    with monkeypatch.context() as patched:
+        _raising(patched, path, name, error)
+        with pytest.raises(error, match="made up"):
+            onefold.load(folder, module, optimizer)
+    assert onefold.load(folder, module, optimizer) == {"a": 1}
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_an_error_that_says_nothing_of_the_bytes_of_weights_is_not_told_as_damage(
+    good, monkeypatch, error
+):
+    folder, module, optimizer = good
+    for name in ("safe_open", "nbytes_of"):
+        with monkeypatch.context() as patched:
+            _raising(patched, "onefold.checkpoint.safetensors", name, error)
+            with pytest.raises(error, match="made up"):
+                onefold.shard(onefold.load_pretrained(built()[0], folder.parent / "pretrained"))
+    with monkeypatch.context() as patched:
+        _raising(patched, "torch", "save", error)
+        with pytest.raises(error, match="made up"):
+            onefold.save(folder.parent / "other", module, optimizer, extra={"a": [{1}]})
+
+
+def _raising(patched: pytest.MonkeyPatch, path: str, name: str, error: type) -> Callable[..., None]:
+    def fail(*_: object, **__: object) -> None:
+        raise error("made up")
+
+    patched.setattr(f"{path}.{name}", fail)
+    return fail

@@ -11,7 +11,7 @@ from torch import Tensor
 from onefold.checkpoint.agreement import damage
 from onefold.checkpoint.checked_files import BlockReader
 from onefold.checkpoint.metadata import Extents, Piece, extents
-from onefold.checkpoint.unpickling import read_pickle
+from onefold.checkpoint.unpickling import NOT_OF_BYTES, read_pickle
 
 _HEADER_NBYTES, HEAD_NBYTES = 30, 4096
 _PICKLE, _ELEMENTS = b"archive/data.pkl", b"archive/data/0"
@@ -52,6 +52,8 @@ def elements_of(reader: BlockReader, piece: Piece, dtype: torch.dtype) -> tuple[
         saved = more[2] if tensor.kind == _TENSOR_V3 else _STORAGES[kind.name]
         sizes, strides = extents(sizes), extents(strides)
         is_inside = first + extent_of(sizes, strides) <= numel
+    except NOT_OF_BYTES:
+        raise
     except Exception as error:
         raise damage(what, "another object", hint=hint) from error
     if sizes != piece.sizes or saved != dtype or not is_inside or len(strides) != len(sizes):

@@ -40,7 +40,7 @@ from onefold.checkpoint.metadata import (
     RANK,
 )
 from onefold.checkpoint.stages import RankNames, ShardedModel, join_names
-from onefold.checkpoint.unpickling import read_object
+from onefold.checkpoint.unpickling import NOT_OF_BYTES, read_object
 from onefold.engine.engine import Engine
 from onefold.engine.optimizer_state import common_state
 from onefold.errors import CheckpointError
@@ -86,6 +86,8 @@ def check_readable(state: object, name: str = "") -> None:
     written = io.BytesIO()
     try:
         torch.save(state, written)
+    except NOT_OF_BYTES:
+        raise
     except Exception as error:
         raise CheckpointError(
             f"{name!r} to hold values that can be saved",

@@ -23,6 +23,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from onefold.checkpoint.agreement import LOAD_ANOTHER
 from onefold.checkpoint.checked_files import BLOCK_NBYTES, FileRecord, check_size, nbytes_of
+from onefold.checkpoint.unpickling import NOT_OF_BYTES
 from onefold.errors import CheckpointError
 
 METADATA = ".metadata"
@@ -305,7 +306,7 @@ def read_manifest(folder: Path) -> Manifest:
                 hint="install that version of onefold",
             )
         return _checked(fields)
-    except CheckpointError:
+    except NOT_OF_BYTES:
         raise
     except Exception as error:
         got = f"{type(error).__name__}: {str(error)[:200]}"

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from onefold.checkpoint.checked_files import FileRecord
-from onefold.checkpoint.unpickling import Built, as_damage, read_pickle
-from onefold.errors import CheckpointError
+from onefold.checkpoint.unpickling import NOT_OF_BYTES, Built, as_damage, read_pickle
 
 MARK = "onefold"
 """Marks a checkpoint of Onefold, in `StorageMeta.modules`: it must have a manifest."""
@@ -94,7 +93,7 @@ def read_listing(data: bytes, files: Mapping[str, FileRecord], what: str) -> Lis
     metadata = read_pickle(data, _METADATA_NAMES, what)
     try:
         return _checked(_state(metadata, "metadata.Metadata"), files)
-    except CheckpointError:
+    except NOT_OF_BYTES:
         raise
     except Exception as error:
         raise as_damage(error, what) from error

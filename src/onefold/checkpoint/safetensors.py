@@ -20,6 +20,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from onefold.checkpoint.checked_files import nbytes_of
+from onefold.checkpoint.unpickling import NOT_OF_BYTES
 from onefold.errors import CheckpointError
 from onefold.layout.cut import Box
 
@@ -190,24 +191,31 @@ class PretrainedFiles:
             return file.get_slice(name)
 
 
+def _indexed(index: Path) -> dict[str, str]:
+    """The file of each tensor, by an index."""
+    try:
+        nbytes_of(index)
+        places: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
+        if outside := [
+            file for file in places.values() if file != os.path.basename(file) or "\0" in file
+        ]:
+            raise ValueError(f"a file outside of the folder: {outside[0][:80]!r}")
+    except NOT_OF_BYTES:
+        raise
+    except Exception as error:
+        got = f"an {INDEX} that cannot be read: {str(error)[:200]}"
+        raise _not_pretrained(index.parent, got) from error
+    return places
+
+
 def _places(directory: Path) -> Iterator[tuple[str, str]]:
     """Yield (tensor, file) for each tensor that the folder's index names, or its files hold."""
     if directory.is_file():
         raise _not_pretrained(directory, "a file")
     index = directory / INDEX
     if index.exists():
-        try:
-            nbytes_of(index)
-            places: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
-            files = set(places.values())
-            if outside := [
-                file for file in files if file != os.path.basename(file) or "\0" in file
-            ]:
-                raise ValueError(f"a file outside of the folder: {outside[0][:80]!r}")
-        except Exception as error:
-            got = f"an {INDEX} that cannot be read: {str(error)[:200]}"
-            raise _not_pretrained(directory, got) from error
-        for file in files:
+        places = _indexed(index)
+        for file in set(places.values()):
             if not (directory / file).exists():
                 raise _not_pretrained(directory, f"no {file}, which {INDEX} names")
         yield from places.items()
@@ -230,6 +238,8 @@ def _opened(path: Path) -> safe_open:
 def _reading(path: Path) -> Iterator[None]:
     try:
         yield
+    except NOT_OF_BYTES:
+        raise
     except Exception as error:  # the class of safetensors' own error cannot be imported
         raise CheckpointError(
             f"file {path.name!r} of {str(path.parent)!r} to be in the safetensors format",

@@ -35,8 +35,8 @@ from onefold.checkpoint.metadata import (
     SavedTensor,
     read_listing,
 )
-from onefold.checkpoint.unpickling import as_damage, read_object
-from onefold.errors import CheckpointError, OnefoldError
+from onefold.checkpoint.unpickling import NOT_OF_BYTES, as_damage, read_object
+from onefold.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class Source:
         """Around the use of values that were saved: raise `CheckpointError` if they are no such."""
         try:
             yield
-        except OnefoldError:
+        except NOT_OF_BYTES:
             raise
         except Exception as error:
             raise as_damage(error, f"{what} of checkpoint {str(self.path)!r}") from error

@@ -17,7 +17,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from onefold.errors import CheckpointError
+from onefold.errors import CheckpointError, OnefoldError
+
+NOT_OF_BYTES = (OnefoldError, MemoryError, torch.OutOfMemoryError)
+"""Errors of reading that do not tell that bytes mean nothing: they stay as they are."""
 
 _OPCODES = (
     "PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT "
@@ -120,7 +123,7 @@ def read_pickle(data: bytes, allowed: Container[str] | None, what: str) -> Any:
     """
     try:
         return _Machine(data, allowed).load()
-    except CheckpointError:
+    except NOT_OF_BYTES:
         raise
     except Exception as error:
         raise as_damage(error, what) from error
@@ -146,7 +149,7 @@ def read_object(data: bytes, name: str) -> Any:
         lengths = struct.unpack_from("<HH", data, header + 26)  # of the record's name and padding
         _check_calls(read_pickle(data[header + 30 + sum(lengths) :], None, what), 16 * len(data))
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except CheckpointError:
+    except NOT_OF_BYTES:
         raise
     except pickle.UnpicklingError as error:
         got = str(error).splitlines()[0]
@@ -157,7 +160,7 @@ def read_object(data: bytes, name: str) -> Any:
 
 
 _MOST_DEPTH = 100
-_FROM_NUMBERS = {"builtins.bytearray", "torch._utils._rebuild_qtensor"}
+_FROM_NUMBERS = {"__builtin__.bytearray", "builtins.bytearray", "torch._utils._rebuild_qtensor"}
 
 
 def _check_calls(value: Any, most: int) -> None:
