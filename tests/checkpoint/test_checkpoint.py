@@ -629,6 +629,47 @@ def test_gradients_that_have_been_stepped_are_not_saved(tmp_path):
         assert any(name.startswith("grad.") for name in names) == has_gradients
 
 
+AFTER_STEP = [
+    (world, stage, offload)
+    for world in (1, 2)
+    for stage in (0, 1, 3)
+    for offload in (None, "optimizer", "cpu")
+    if offload is None or stage > (0 if offload == "optimizer" else 2)
+]
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize(("world", "stage", "offload"), AFTER_STEP)
+def test_a_load_brings_back_gradients_since_the_last_step_and_no_others(
+    tmp_path, world, stage, offload, keeps
+):
+    """As in a new process: those that a step has used are None, also where the run kept them."""
+
+    def body(rank):
+        run = start(stage, offload=offload)
+        trained = [p for p in run.module.parameters() if p.requires_grad]
+
+        def backward(number):
+            next_token_loss(run.module, BATCHES[number].chunk(world)[rank]).backward()
+
+        backward(0)
+        run.optimizer.step()
+        if not keeps:
+            run.optimizer.zero_grad()
+        run.save(tmp_path / "stepped").load(tmp_path / "stepped")
+        assert all(p.grad is None for p in trained)
+        backward(1)
+        wanted = [whole(p.grad) for p in trained]
+        run.save(tmp_path / "since")
+        backward(2)
+        run.load(tmp_path / "since")
+        assert all(torch.equal(whole(p.grad), g) for p, g in zip(trained, wanted, strict=True))
+        run.load(tmp_path / "stepped")
+        assert all(p.grad is None for p in trained)
+
+    run_ranks(world, body)
+
+
 # what ranks read and write
 
 
