@@ -35,6 +35,9 @@ RunRanks = Callable[..., list[Notes]]
 SHIFT, LOSSY_SHIFT = 1e-6, 4e-3
 """Noise in initial weights: a note may differ by what this noise makes of it. bfloat16 rounds by
 the larger one, which may send a row to another expert."""
+ROUNDED = 4.0
+"""Exact programs, too, round at every step: a note may be off by so many times what noise of that
+size makes of it. An edit of all weights ends what the noise in initial ones would tell."""
 SENSITIVE, SENSITIVE_LOSSY = 1e-3, 0.05
 """Relative: a program of which rounding alone changes a result by more is drawn again."""
 RELATIVE = 1e-6
@@ -156,9 +159,9 @@ def plain(drawn: Drawn) -> Reference:
             wanted = wide = run_plain(drawn.program(), folder)
             noise = LOSSY_SHIFT if drawn.is_lossy else SHIFT
             shifted = run_plain(drawn.program(), folder, noise)
+            noisy = [run_noisy(drawn, folder, seed) for seed in range(NOISY_RUNS)]
             if drawn.is_lossy:
                 wide = run_wide(drawn, folder)
-                noisy = [run_noisy(drawn, folder, seed) for seed in range(NOISY_RUNS)]
                 louder = [run_noisy(drawn, folder, seed, LOUDER) for seed in range(NOISY_RUNS)]
                 if asks_for_bfloat16(drawn) and "fused" not in drawn.optimizer:
                     with suppress(Exception):
@@ -173,9 +176,9 @@ def plain(drawn: Drawn) -> Reference:
             continue
         if not value.isfinite().all():
             raise Redrawn(f"plain torch: {name} is not finite")
-        bounds[name] = bound(name, value, shifted[name], drawn)
-        if noisy:
-            off = [distance(notes[name], wide[name]) for notes in noisy]
+        off = [distance(notes[name], wide[name]) for notes in noisy]
+        bounds[name] = bound(name, value, shifted[name], off, drawn)
+        if drawn.is_lossy:
             steps = max(distance(notes[name], wide[name]) for notes in louder)
             bounds[name] = max(steps, lossy_bound(name, value, off, drawn))
             if is_like(
@@ -186,13 +189,17 @@ def plain(drawn: Drawn) -> Reference:
     return Reference(wanted, bounds, wide)
 
 
-def bound(name: str, value: Tensor, shifted: Value, drawn: Drawn) -> float:
-    """How far a note may be from that of plain torch, if the program is exact."""
+def bound(name: str, value: Tensor, shifted: Value, off: list[float], drawn: Drawn) -> float:
+    """How far a note may be from that of plain torch, if the program is exact.
+
+    `off`: how far runs with noise are.
+    """
     scale = max(value.abs().max().item(), 1e-2)
-    sensitivity = distance(value, shifted)
-    if sensitivity > (SENSITIVE_LOSSY if drawn.is_lossy else SENSITIVE) * scale:
-        raise Redrawn(f"rounding alone changes {name} by {sensitivity:.3g}")
-    return 20 * sensitivity + 20 * RELATIVE * scale
+    sensitivity, rounding = distance(value, shifted), 0.0 if drawn.is_lossy else max(off)
+    most = SENSITIVE_LOSSY if drawn.is_lossy else SENSITIVE
+    if max(sensitivity, rounding) > most * scale:
+        raise Redrawn(f"rounding alone changes {name} by {max(sensitivity, rounding):.3g}")
+    return max(20 * sensitivity + 20 * RELATIVE * scale, ROUNDED * rounding)
 
 
 def lossy_bound(name: str, value: Tensor, off: list[float], drawn: Drawn) -> float:
