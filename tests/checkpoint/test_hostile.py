@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from torch import nn
 import onefold
 from onefold import CheckpointError
 from onefold.checkpoint.offline import export, inspect
-from tests.support.hostile import CASES, PRETRAINED, PWNED, built, save_good
+from tests.support.hostile import CASES, META, PRETRAINED, PWNED, built, rewrite, save_good
 
 LIMIT_S = 5
 
@@ -116,6 +117,21 @@ def test_old_values_are_not_kept_where_a_checkpoint_lacks_rows(good, tmp_path):
         onefold.load(path, module, optimizer)
     for name, value in onefold.full_state_dict(module).items():
         assert torch.equal(value, before[name]), name
+
+
+def test_a_part_of_the_metadata_that_no_load_needs_may_be_gone(good, tmp_path):
+    folder, module, optimizer = good
+    shutil.copytree(folder, tmp_path / "a")
+    metadata = pickle.loads((folder / META).read_bytes())
+    del metadata.storage_meta
+    rewrite(tmp_path / "a", META, pickle.dumps(metadata))
+    wanted = onefold.full_state_dict(module)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(2)
+    assert onefold.load(tmp_path / "a", module, optimizer) == {"a": 1}
+    found = onefold.full_state_dict(module)
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt, torch.OutOfMemoryError])

@@ -11,6 +11,7 @@ import io
 import json
 import os
 import pickle
+import re
 import shutil
 import struct
 import zipfile
@@ -150,6 +151,7 @@ fields_case("without format", lambda j: j.pop("format") and j)
 fields_case("format text", lambda j: {**j, "format": "x"})
 fields_case("format negative", lambda j: {**j, "format": -1})
 body_case("format NaN", lambda body: body.replace('"format": 1', '"format": NaN'))
+body_case("size NaN", lambda body: re.sub(r'"nbytes": \d+', '"nbytes": NaN', body))
 fields_case("files list", lambda j: {**j, "files": []})
 fields_case("files none", lambda j: {**j, "files": None})
 fields_case("files empty", lambda j: {**j, "files": {}})
@@ -261,6 +263,10 @@ metadata_case("names number", lambda m: m.state_dict_metadata.update({3: 4}))
 metadata_case("names fewer", lambda m: m.state_dict_metadata.pop("model.0.weight"))
 metadata_case("storage none", lambda m: setattr(m, "storage_data", None))
 metadata_case("storage empty", lambda m: m.storage_data.clear())
+metadata_case(
+    "rank state without a place",
+    lambda m: [m.storage_data.pop(i) for i in list(m.storage_data) if i.fqn.startswith("rank.")],
+)
 metadata_case("storage list", lambda m: setattr(m, "storage_data", [1]))
 metadata_case(
     "keys numbers", lambda m: setattr(m, "planner_data", dict.fromkeys(m.planner_data, 5))
