@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from typing import Any
 
@@ -344,3 +345,41 @@ def refuses(rank: int) -> None:
 @pytest.mark.process
 def test_a_rank_that_fails_before_ranks_meet_or_in_unsharded_ends_those_that_wait():
     run_processes(3, refuses)
+
+
+# ranks that have not met: no roll call tells who has ended
+
+
+CALLS: dict[str, Any] = {
+    "gather": lambda: world().gather(1),
+    "sum": lambda: world().all_reduced(torch.ones(1)),
+    "vote": lambda: world().all_reduce_max(torch.ones(1)),
+    "weigh": lambda: onefold.weigh(torch.ones(()), 3),
+}
+
+
+def loses_a_rank(rank, call, port):
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    if rank == 0:  # which holds the store
+        dist.barrier()
+        os._exit(0)
+    dist.barrier()
+    time.sleep(0.5)
+    for act in (CALLS[call], lambda: onefold.shard(nn.Linear(8, 8))):
+        found, seconds = outcome(act)
+        assert type(found) is WireError, found
+        assert "expected " in str(found)
+        assert "hint: " in str(found)
+        assert seconds < LIMIT_S
+    os._exit(0)  # the barrier after a body would wait for rank 0
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("call", CALLS)
+def test_a_lost_rank_is_a_named_error_also_among_ranks_that_have_not_met(call):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    run_processes(2, loses_a_rank, call, port)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import methodcaller
 from typing import TypeVar, cast
@@ -11,7 +12,7 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from onefold.errors import WireError
+from onefold.errors import OnefoldError, WireError
 from onefold.wire.lanes import ALL_GATHER, ALL_TO_ALL, Lanes
 from onefold.wire.peers import Peers
 from onefold.wire.ticket import Ticket, Waitable
@@ -20,6 +21,22 @@ from onefold.wire.watching import DeviceWatch
 T = TypeVar("T")
 
 MESSAGE, VOTE = "a message to all ranks", "a vote of all ranks"
+NOT_BEGUN = "the process group is destroyed, or an earlier collective of it failed"
+ENDED = (
+    "look for the first error among the other ranks; else one was killed, perhaps for its memory, "
+    "or ranks call other collectives"
+)
+
+
+@contextmanager
+def named(wanted: str, hint: str = ENDED) -> Iterator[None]:
+    """Raise a `WireError` for an error of gloo, NCCL or the store in the block."""
+    try:
+        yield
+    except OnefoldError:
+        raise
+    except RuntimeError as error:
+        raise WireError(wanted, str(error).splitlines()[0], hint=hint) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +70,8 @@ class Group:
         # then NCCL would split the world's communicator, and wait for ranks outside the group
         splits = bound is not None and world._get_backend(bound).supports_splitting
         backend = "gloo" if splits else None
-        handle = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+        with named(f"ranks {ranks} to begin a group"):
+            handle = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
         return Group.of(handle if isinstance(handle, dist.ProcessGroup) else None)
 
     def global_ranks(self) -> list[int]:
@@ -149,10 +167,8 @@ class Group:
     ) -> Waitable:
         work = None
         if isinstance(self.handle, dist.ProcessGroup):
-            try:
+            with named("a collective to start", hint=NOT_BEGUN):
                 work = start(self.handle)
-            except RuntimeError as error:
-                raise WireError(_not_begun(error)) from error
         if work is None:
             raise WireError(
                 "expected this rank to be in the process group, got no work\n"
@@ -167,15 +183,16 @@ class Group:
             work = self._begin(lambda lanes: lanes.all_reduce_max(tensor))
             self.wait(work, VOTE)
         elif self.handle is not None:
-            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.handle)
+            with named(f"{VOTE} to complete"):
+                dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.handle)
 
     def all_reduced(self, tensor: torch.Tensor, *, is_max: bool = False) -> torch.Tensor:
         """The sum of `tensor` over the ranks, or its maximum; blocks."""
         total = tensor.clone()
         if self.handle is not None:
-            dist.all_reduce(
-                total, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=self.handle
-            )
+            kind = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
+            with named("a sum over all ranks to complete"):
+                dist.all_reduce(total, kind, group=self.handle)
         return total
 
     def gather(self, value: T) -> list[T]:
@@ -185,7 +202,8 @@ class Group:
         if self.peers is not None:
             return self._exchange(value)
         values = [value] * self.world_size
-        dist.all_gather_object(values, value, group=self.handle)
+        with named(f"{MESSAGE} to complete"):
+            dist.all_gather_object(values, value, group=self.handle)
         return values
 
     def _exchange(self, value: T) -> list[T]:
@@ -223,13 +241,6 @@ class QueuedWork:
     def is_completed(self) -> bool:
         """See `Waitable.is_completed`; asks the device, without waiting."""
         return self._work.is_completed()
-
-
-def _not_begun(error: RuntimeError) -> str:
-    return (
-        f"expected a collective to start, got: {str(error).splitlines()[0]}\n"
-        "hint: the process group is destroyed, or an earlier collective of it failed"
-    )
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:

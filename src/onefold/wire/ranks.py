@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from onefold.errors import ConfigError, OnefoldError, WireError
 from onefold.layout.two_axes import Axes
 from onefold.wire import launcher
-from onefold.wire.collectives import Group
+from onefold.wire.collectives import Group, named
 from onefold.wire.devices import backends_for, take_own_device, variable_for
 from onefold.wire.interfaces import use_link_to_hosts
 from onefold.wire.lanes import Lanes, PhaseNow, absent
@@ -264,7 +264,8 @@ def meet(ranks: Ranks, timeout: timedelta | None = None) -> Ranks:
     Raises `WireError` if a rank does not come in time. Groups without gloo stay as they are: a
     world of one, and test doubles.
     """
-    everyone = with_hosts(_connected(ranks.everyone, ranks.phase, None, timeout))
+    with named("the ranks to meet"):
+        everyone = with_hosts(_connected(ranks.everyone, ranks.phase, None, timeout))
     if everyone.peers is None:
         return replace(ranks, everyone=everyone)
     roll_call, timeout = everyone.peers.roll_call, everyone.peers.timeout

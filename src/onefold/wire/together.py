@@ -16,7 +16,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import zip_longest
 from typing import Any, TypeVar
 
@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from onefold.errors import Failure, OnefoldError, WireError, as_agreed, expected, is_agreed
-from onefold.wire.collectives import Group
+from onefold.wire.collectives import Group, named
+from onefold.wire.launcher import store_holder
 from onefold.wire.roll_call import LINGER_S
 
 T = TypeVar("T")
@@ -144,21 +145,27 @@ def refusing() -> Iterator[None]:
 
     All ranks enter the same blocks in the same order; those that wait look for `read_refusal`.
     """
-    if store := _store_of_world():
-        store.add(f"onefold/calls/{dist.get_rank()}", 1)
+    with named(f"the store of {store_holder()} to answer"):
+        if store := _store_of_world():
+            store.add(f"onefold/calls/{dist.get_rank()}", 1)
     try:
         yield
     except BaseException as error:
         if store := _store_of_world():
-            call, rank = _call_of(store), dist.get_rank()
-            failure = Failure.of(error, rank, WireError)
-            store.set(f"{call}/{rank}", pickle.dumps(failure).hex())
-            until = time.monotonic() + LINGER_S  # the others may learn it from its store
-            known = store.add(call, 1)
-            while known < dist.get_world_size() and time.monotonic() < until:
-                time.sleep(LINGER_S / 20)
-                known = store.add(call, 0)
+            with suppress(RuntimeError):  # the store's host has ended
+                _refuse(store, Failure.of(error, dist.get_rank(), WireError))
         raise
+
+
+def _refuse(store: Store, failure: Failure) -> None:
+    """Leave a failure in the store; wait a moment until all know."""
+    call = _call_of(store)
+    store.set(f"{call}/{dist.get_rank()}", pickle.dumps(failure).hex())
+    until = time.monotonic() + LINGER_S  # the others may learn it from its store
+    known = store.add(call, 1)
+    while known < dist.get_world_size() and time.monotonic() < until:
+        time.sleep(LINGER_S / 20)
+        known = store.add(call, 0)
 
 
 def read_refusal(group: Group) -> Failure | None:
