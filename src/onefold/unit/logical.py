@@ -200,7 +200,7 @@ def _like_target(func: Callable[..., Any], target: Any, operands: Any) -> Any:
             return operand
         name = getattr(func, "__name__", "")
         if name not in ELEMENTWISE:
-            raise refusals.MIXED_WRITE(getattr(target, "_label", LogicalValues._label), name)
+            raise refusals.MIXED_WRITE(getattr(target, "_label", LogicalValues._label), f"{name}()")
         return _cut_like(target, operand.to(target.device).expand(target.shape))
 
     return tree_map(cut, operands)
@@ -283,7 +283,7 @@ def refuse_lost_out(func: Callable[..., Any], kwargs: dict[str, Any]) -> None:
     refuse_edit(func, (), kwargs)
     for leaf in tree_iter(kwargs.get("out")):
         if isinstance(leaf, LogicalValues):
-            raise refusals.MIXED_WRITE(leaf._label, f"{func.__name__}(out=)")
+            raise refusals.MIXED_WRITE(leaf._label, f"{func.__name__}(out=...)")
 
 
 def count_edits(func: Callable[..., Any], edited: list[Tensor]) -> None:

@@ -92,7 +92,7 @@ REPLACED_SUM = Refusal(
 )
 MIXED_WRITE = Refusal(
     "an elementwise in-place operation of {} with a plain tensor",
-    "{1}()",
+    "{1}",
     "run it inside `with onefold.unsharded(module, writeback=True):`",
 )
 UNREADABLE = Refusal(
