@@ -19,6 +19,7 @@ from onefold.checkpoint.storage import WritePlanner
 from onefold.engine.registry import engine_of
 from onefold.errors import CheckpointError, ConfigError, OnefoldError, TierError, WireError
 from onefold.mixed import resharing
+from onefold.wire import lanes
 from onefold.wire.collectives import Group
 from onefold.wire.together import collect, first, same, together
 from tests.support.ranks import run_processes, run_ranks
@@ -345,6 +346,32 @@ def refuses(rank: int) -> None:
 @pytest.mark.process
 def test_a_rank_that_fails_before_ranks_meet_or_in_unsharded_ends_those_that_wait():
     run_processes(3, refuses)
+
+
+def fails_while_it_connects(rank, error):
+    """Rank 1, before its first connection, between two of them and after the last."""
+    search = lanes._sockets
+    for number in range(1, 6):
+        calls = []
+
+        def counted(number=number, calls=calls):
+            calls.append(0)
+            return fail(error, rank, 1 if len(calls) == number else -1, search())
+
+        lanes._sockets = counted
+        found = outcome(lambda: onefold.shard(nn.Linear(8, 8)))
+        if rank == 1:
+            check([found], 0, error, error)
+        else:
+            check_other(found, error, WireError)
+    lanes._sockets = search
+    onefold.shard(nn.Linear(8, 8))  # in step again
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_a_rank_that_fails_while_it_connects_ends_those_that_wait(error):
+    run_processes(3, fails_while_it_connects, error)
 
 
 # ranks that have not met: no roll call tells who has ended

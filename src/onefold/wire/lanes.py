@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -120,16 +120,19 @@ class Lanes:
 
     @staticmethod
     def connect(
-        store: Store, name: str, members: tuple[int, int], now: PhaseNow, timeout: timedelta
-    ) -> Lanes:
+        store: Store, name: str, members: tuple[int, int], now: PhaseNow, timeout: timedelta,
+        await_all: Callable[[str], None],
+    ) -> Lanes:  # fmt: skip
         """Connect this rank with the others; `members` is (rank, world size).
 
-        Raises `WireError` if a rank does not come within `timeout`.
+        Raises `WireError` if a rank does not come within `timeout`. `await_all` waits for all ranks
+        before each connection, as nothing can be raised in the wait of gloo itself.
         """
         rank, size = members
         lanes, before = {}, _sockets()
         for connection in (*dict.fromkeys(_CONNECTIONS.values()), AGREEMENT):
             prefix = f"{name}/{connection}"
+            await_all(prefix)
             try:
                 backend = ProcessGroupGloo(PrefixStore(prefix, store), rank, size, timeout)
             except RuntimeError as error:

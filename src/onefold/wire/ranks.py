@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import socket
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from onefold.errors import ConfigError, OnefoldError, WireError
+from onefold.errors import ConfigError, WireError
 from onefold.layout.two_axes import Axes
 from onefold.wire import launcher
 from onefold.wire.collectives import Group, named
@@ -27,7 +28,7 @@ from onefold.wire.interfaces import use_link_to_hosts
 from onefold.wire.lanes import Lanes, PhaseNow, absent
 from onefold.wire.peers import Peers
 from onefold.wire.roll_call import RollCall
-from onefold.wire.together import read_refusal, refusing
+from onefold.wire.together import announcing, read_refusal, refusing
 from onefold.wire.watching import DeviceBackend, DeviceWatch
 
 TIMEOUT = timedelta(minutes=5)
@@ -250,12 +251,11 @@ def local_place(group: Group) -> tuple[int, int]:
 def find_and_meet(mesh: MeshChoice, timeout: object = None) -> Ranks:
     """Find the ranks to shard over, and let them meet. A collective.
 
-    If one rank raises for its arguments, those that wait for it raise too.
+    If one rank raises, those that wait for it raise too.
     """
     with refusing():
         limit = as_timeout(timeout)
-        ranks = resolve(mesh, limit or TIMEOUT)
-    return meet(ranks, limit)
+        return meet(resolve(mesh, limit or TIMEOUT), limit)
 
 
 def meet(ranks: Ranks, timeout: timedelta | None = None) -> Ranks:
@@ -264,17 +264,21 @@ def meet(ranks: Ranks, timeout: timedelta | None = None) -> Ranks:
     Raises `WireError` if a rank does not come in time. Groups without gloo stay as they are: a
     world of one, and test doubles.
     """
-    with named("the ranks to meet"):
-        everyone = with_hosts(_connected(ranks.everyone, ranks.phase, None, timeout))
-    if everyone.peers is None:
-        return replace(ranks, everyone=everyone)
-    roll_call, timeout = everyone.peers.roll_call, everyone.peers.timeout
-    return replace(
-        ranks,
-        everyone=everyone,
-        inside=ranks.inside and _connected(ranks.inside, ranks.phase, roll_call, timeout),
-        between=ranks.between and _connected(ranks.between, ranks.phase, roll_call, timeout),
-    )
+    holder = launcher.store_holder()
+    hint = f"{holder} holds the store by which ranks meet, and may have ended: look for its error"
+    with named("the ranks to meet", hint=hint):
+        everyone = _connected(ranks.everyone, ranks.phase, None, timeout)
+    with announcing(everyone):
+        everyone = with_hosts(everyone)
+        if everyone.peers is None:
+            return replace(ranks, everyone=everyone)
+        roll_call, timeout = everyone.peers.roll_call, everyone.peers.timeout
+        return replace(
+            ranks,
+            everyone=everyone,
+            inside=ranks.inside and _connected(ranks.inside, ranks.phase, roll_call, timeout),
+            between=ranks.between and _connected(ranks.between, ranks.phase, roll_call, timeout),
+        )
 
 
 def meet_part(group: Group, ranks: Ranks) -> Group:
@@ -297,11 +301,19 @@ def _connected(
     name = f"onefold/{store.add(meetings, 1)}"
     if roll_call is not None:  # lanes of parts have names of their own: answers compare them
         name += f" {handle.group_name}"
-    limit = timeout or _timeout_of(handle)
-    if roll_call is None and (error := _await_ranks(group, store, name, limit)):
-        store.add(meetings, -1)
-        raise error
-    lanes = Lanes.connect(store, name, members, phase, limit)
+    limit, begun = timeout or _timeout_of(handle), list[str]()
+
+    def await_all(prefix: str) -> None:
+        _await_ranks(group, store, prefix, limit)
+        begun.append(prefix)
+
+    try:
+        lanes = Lanes.connect(store, name, members, phase, limit, await_all)
+    except BaseException:
+        if roll_call is None and not begun:  # the next meeting has this name
+            with suppress(RuntimeError):  # the store's host has ended
+                store.add(meetings, -1)
+        raise
     if roll_call is None:
         turns = PrefixStore(f"{name}/roll call", store.clone())  # type: ignore[attr-defined]
         is_whole_job = group.world_size == dist.get_world_size()
@@ -312,6 +324,7 @@ def _connected(
         return (timeout or _timeout_of(handle)).total_seconds()
 
     group = replace(group, peers=Peers(lanes, roll_call, timeout, time_limit))
+    await_all(f"{name}/met")  # a rank that fails from now on can announce it
     if not group.is_nccl:
         return group
     watch = DeviceWatch(DeviceBackend(handle), roll_call, phase, name, time_limit)
@@ -319,18 +332,18 @@ def _connected(
     return replace(group, watch=watch)
 
 
-def _await_ranks(group: Group, store: Store, name: str, timeout: timedelta) -> OnefoldError | None:
-    """Wait until all ranks are here; return the error of one that refuses, or for those absent."""
-    here, until = f"{name}/here", time.monotonic() + timeout.total_seconds()
+def _await_ranks(group: Group, store: Store, name: str, timeout: timedelta) -> None:
+    """Wait until all ranks are here. Raises the error of one that refuses, or for those absent."""
+    here, until, pause_s = f"{name}/here", time.monotonic() + timeout.total_seconds(), 0.001
     store.add(here, 1)
     while (count := store.add(here, 0)) < group.world_size:
         refusal = read_refusal(group)
         if refusal is not None or time.monotonic() > until:
             store.add(here, -1)
             members = group.rank, group.world_size
-            return refusal.error() if refusal else absent(members, timeout, f"{count} of them")
-        time.sleep(0.02)
-    return None
+            raise refusal.error() if refusal else absent(members, timeout, f"{count} of them")
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.02)
 
 
 def _has_gloo(handle: dist.ProcessGroup) -> bool:

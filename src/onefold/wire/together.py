@@ -151,7 +151,9 @@ def refusing() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if store := _store_of_world():
+        # errors that ranks agreed on need no news, and failed waits have theirs
+        is_news = not is_agreed(error) and not isinstance(error, WireError)
+        if is_news and (store := _store_of_world()):
             with suppress(RuntimeError):  # the store's host has ended
                 _refuse(store, Failure.of(error, dist.get_rank(), WireError))
         raise
