@@ -892,3 +892,13 @@ def test_sparse_gradients_become_dense_and_an_optimizer_of_sparse_ones_is_refuse
     for stage in (0, 3):
         for ours in run_ranks(world_size, run, stage):
             torch.testing.assert_close(ours, wanted)
+
+
+def test_a_probe_without_memory_tells_nothing_of_the_class():
+    class Hungry(torch.optim.SGD):
+        def step(self, closure=None):
+            raise MemoryError("no memory")
+
+    module = nn.Linear(8, 8)
+    with pytest.raises(MemoryError, match="no memory"):
+        onefold.shard(module, Hungry(module.parameters()))

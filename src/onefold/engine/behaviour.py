@@ -243,6 +243,8 @@ def _probed(question: _Question) -> Behaviour | None:
         return _compare(question, before)
     except Sends as error:
         return Behaviour(sends=str(error))
+    except MemoryError:  # which tells nothing of the class
+        raise
     except Exception as error:  # whatever a class raises on parameters that it is not made for
         if "process group has not been initialized" in str(error):
             return Behaviour(sends="torch.distributed")
@@ -277,6 +279,8 @@ def _compare(question: _Question, generator: Tensor) -> Behaviour:
 def _try(test: Callable[..., Any], *args: Any) -> Any:
     try:
         return test(*args)
+    except MemoryError:
+        raise
     except Exception:  # as above
         return False
 
