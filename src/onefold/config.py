@@ -173,7 +173,8 @@ class Offload:
         disk: one folder, or several whose bandwidths add.
         step_in_backward: step each unit as soon as its gradient is reduced, and free the gradient,
             as if `zero_grad()` followed every step. Nothing can look at all gradients then: no
-            clipping, no loss scaling.
+            clipping, no loss scaling. All optimizers of a unit step it, so each has to be called
+            after each backward.
         step: which processor steps states in CPU memory: "cpu", or "device", to which they are
             streamed. Both give the same bits. "auto" measures which is faster.
         tile: bytes above which the weight of a Linear or Embedding is gathered, used and reduced

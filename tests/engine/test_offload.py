@@ -510,6 +510,34 @@ def test_two_optimizers_step_one_unit_in_turn(slow_disk):
             assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.parametrize("uses_closure", [False, True])
+def test_one_of_two_optimizers_cannot_step_what_backward_has_stepped_for_both(uses_closure):
+    def body(rank: int) -> None:
+        module = seeded(Tower)
+        weights = [p for p in module.parameters() if p.dim() > 1]
+        others = [p for p in module.parameters() if p.dim() <= 1]
+        pair = [adamw(weights), torch.optim.SGD(others, lr=0.1)]
+        onefold.shard(module, pair, offload=Offload("cpu", step_in_backward=True))
+        batch = batches(1)[0].chunk(2)[rank]
+
+        def backward() -> Tensor:
+            module.zero_grad()
+            loss = loss_of(module, batch)
+            loss.backward()
+            return loss
+
+        with pytest.raises(StateError, match="each optimizer to step once after each backward"):
+            if uses_closure:
+                for optimizer in pair:
+                    optimizer.step(backward)
+            else:
+                backward()
+                pair[0].step()
+                backward()
+
+    run_ranks(2, body)
+
+
 def test_a_wait_that_is_interrupted_is_waited_for_again(slow_disk, monkeypatch):
     module, optimizer = build(slow_disk)
     loss_of(module, batches(1)[0]).backward()

@@ -23,7 +23,7 @@ from torch import nn
 from onefold.engine.activations import saved_activations_of
 from onefold.engine.companions import Companions
 from onefold.engine.driving import Drive
-from onefold.engine.hands import Hands, facts_of
+from onefold.engine.hands import Hands, Stepper, facts_of
 from onefold.engine.pipelined import Pipeline, warn_undriven
 from onefold.engine.policy import policy_of
 from onefold.engine.run_facts import Marks, Prediction, RunFacts
@@ -325,10 +325,10 @@ class Engine:
             unit.gradient.drop_cleared()
         self.hands.do(self.schedule.start(self._trained()))
 
-    def before_step(self) -> None:
-        """The optimizer is about to step: reshard all units, bring edited weights to masters."""
+    def before_step(self, stepper: Stepper) -> None:
+        """An optimizer is about to step: reshard all units, bring edited weights to masters."""
         self.end_failed()
-        stepped = self.hands.take_stepped()
+        stepped = self.hands.take_stepped(stepper)
         self.marks.begin("step")
         self.rest()
         self.context.tags.check()

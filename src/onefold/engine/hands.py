@@ -16,6 +16,7 @@ from onefold.engine.forward_threads import current_forward
 from onefold.engine.noise import NoiseScale
 from onefold.engine.policy import UnitFacts
 from onefold.engine.schedule import Schedule
+from onefold.unit import refusals
 from onefold.unit.unit import Unit
 from onefold.wire.collectives import Group
 from onefold.wire.ticket import Ticket
@@ -24,8 +25,8 @@ from onefold.wire.ticket import Ticket
 class Stepper(Protocol):
     """An optimizer's binding, as the engine knows it."""
 
-    def step_early(self, unit: Unit) -> None:
-        """Begin to step the parameters of a unit that the optimizer holds."""
+    def step_early(self, unit: Unit) -> bool:
+        """Begin to step the parameters of a unit that the optimizer holds; False if none has to."""
         ...
 
     def recover(self) -> None:
@@ -44,6 +45,9 @@ class Hands:
         self.units = units
         self.free_wire = free_wire
         self.steppers: WeakSet[Stepper] = WeakSet()
+        # stepped in the last backward; of those, what another one's `step` came before
+        self._early: WeakSet[Stepper] = WeakSet()
+        self._owing: WeakSet[Stepper] = WeakSet()
         self._tickets: dict[int, Ticket] = {}  # of reductions, by unit
         self.noise: NoiseScale | None = None  # onefold.measure_noise
 
@@ -91,8 +95,18 @@ class Hands:
         for index in list(self._tickets):
             self._land(index)
 
-    def take_stepped(self) -> set[int]:
-        """Return the units that backward has stepped; their gradients may be read again."""
+    def take_stepped(self, stepper: Stepper | None = None) -> set[int]:
+        """Return the units that backward has stepped; their gradients may be read again.
+
+        `stepper` calls `step` now, or backward has failed. Others that stepped in that backward
+        have to follow before the next one.
+        """
+        self._owing.update(self._early)
+        self._early.clear()
+        if stepper is None:
+            self._owing.clear()
+        else:
+            self._owing.discard(stepper)
         stepped = self.schedule.early_steps.take()
         for index in stepped:
             self.units[index].gradient.end_step()
@@ -138,10 +152,11 @@ class Hands:
         if not steppers or unit.gradient.is_unused:
             self.schedule.early_steps.skip(index)
             return
+        if self._owing:
+            raise refusals.STEPPED_FOR_BOTH(unit.name, where=unit.context.where)
         unit.join_step()
         unit.refresh_master()
-        for stepper in steppers:
-            stepper.step_early(unit)
+        self._early.update([stepper for stepper in steppers if stepper.step_early(unit)])
         unit.gradient.consume()
 
 

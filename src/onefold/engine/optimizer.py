@@ -182,7 +182,7 @@ class OptimizerBinding:
         self._group_of = None
         replaced = self._evaluate_closure(args, kwargs)
         for engine in self.engines:
-            engine.before_step()
+            engine.before_step(self)
         self._import_changed(optimizer)
         is_sound = self._is_sound()
         groups: list[list[UnitParameter]] = []
@@ -276,16 +276,16 @@ class OptimizerBinding:
     def _count_search(self, optimizer: Optimizer) -> None:
         """End a step that has edited the sharded parameters, as a user does."""
         for engine in self.engines:
-            engine.before_step()
+            engine.before_step(self)
             self._state_bytes[engine].set(self._state_nbytes(optimizer.state, engine))
             engine.ledger.end_step(self)
             engine.after_step(set(), set())
 
-    def step_early(self, unit: Unit) -> None:
-        """Begin to step the optimizer's parameters of a unit, during a backward."""
+    def step_early(self, unit: Unit) -> bool:
+        """Begin to step the optimizer's parameters of a unit, during a backward; see `Stepper`."""
         optimizer = self._optimizer()
-        if optimizer is None:
-            return
+        if optimizer is None or not isinstance(self._strategy, FlatStep):
+            return False
         groups = optimizer.param_groups
         if self._group_of is None:  # the first unit of a backward: the optimizer may have changed
             self._import_changed(optimizer)
@@ -295,9 +295,10 @@ class OptimizerBinding:
             index = self._group_of.get(id(parameter.sharded))
             if index is not None and _grad(parameter) is not None:
                 members[index].append(parameter)
-        if any(members) and isinstance(self._strategy, FlatStep):
+        if any(members):
             self._strategy.begin(unit, members, self._rules(optimizer))
             unit.publish(is_rounded=True)
+        return any(members)
 
     def recover(self) -> None:
         """Put sharded parameters back after a step that raised, without gradients cleared since."""

@@ -133,6 +133,11 @@ CONSUMED = Refusal(
     "turn Offload.step_in_backward off to clip, scale or read gradients; of "
     "several backwards, put all but the last inside onefold.accumulate(module)",
 )
+STEPPED_FOR_BOTH = Refusal(
+    "each optimizer to step once after each backward, as backward steps unit {!r} for all of them",
+    "another backward, while some optimizer has not stepped",
+    "turn Offload.step_in_backward off to step some of several optimizers, or in turn",
+)
 NO_MEAN_YET = Refusal(
     "the gradient of {!r} to be the mean of all ranks",
     "sums inside its node, before the last micro-batch",
