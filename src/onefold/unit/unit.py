@@ -299,7 +299,8 @@ class Unit(UnitWeights):
                 for parameters, name in parameter.places:
                     if parameters.get(name) is not sharded:
                         raise parameter.touched("another tensor in its place")
-                if plain_bytes(getattr(sharded, "_local_tensor", None)) is not local:
+                shown = getattr(sharded, "_local_tensor", None)
+                if shown is not local and plain_bytes(shown) is not local:
                     parameter.check_own()
 
     @property
