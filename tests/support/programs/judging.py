@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 import tempfile
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -176,6 +177,11 @@ def plain(drawn: Drawn) -> Reference:
         except Exception as error:
             raise Redrawn(f"plain torch: {type(error).__name__}: {error}") from error
     bounds: dict[str, float] = {}
+    # rounding errors of one kind may all have one sign; and sums cancel at one step or another
+    coherent = defaultdict[str, float](float)
+    for name in filter(lambda name: is_like(narrow.get(name), wide.get(name)), wanted):
+        kind = name.partition(" ")[2]
+        coherent[kind] = max(coherent[kind], 2 * distance(narrow[name], wide[name]))
     for name, value in wanted.items():
         if not isinstance(value, Tensor) or not value.numel():
             continue
@@ -185,11 +191,8 @@ def plain(drawn: Drawn) -> Reference:
         bounds[name] = bound(name, value, shifted[name], off, drawn)
         if drawn.is_lossy:
             steps = max(distance(notes[name], wide[name]) for notes in louder)
+            steps = max(steps, coherent[name.partition(" ")[2]])
             bounds[name] = max(steps, lossy_bound(name, value, off, drawn))
-            if is_like(
-                narrow.get(name), wide[name]
-            ):  # rounding errors of one kind may all have one sign
-                bounds[name] = max(bounds[name], 2 * distance(narrow[name], wide[name]))
             bounds[name] *= TAIL
     return Reference(wanted, bounds, wide)
 

@@ -324,7 +324,7 @@ def read_numbers(p: Process) -> None:
             p.note(f"sum of {name}", q.abs().sum())
             if q.is_floating_point():
                 p.note(f"max of {name}", q.max())
-                p.note(f"mean of {name}", (q * 2).mean())
+                p.note(f"mean of {name}", (q * 2).abs().mean())  # else a sum that cancels
 
 
 def read_shapes(p: Process) -> None:
