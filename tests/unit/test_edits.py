@@ -327,6 +327,28 @@ def test_a_write_to_a_slice_of_a_gradient_is_that_of_one_process(world_size, sha
     run_ranks(world_size, body)
 
 
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0,)])
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (2, 2), (3, 3)])
+def test_views_of_a_parameter_without_elements_have_the_shapes_of_one_process(
+    shape, world_size, stage
+):
+    """LBFGS flattens each gradient; the rule of torch for a view of [0, 3] never ends."""
+    views: list[Callable[[Any], Any]] = [
+        lambda p: p.view(-1), lambda p: p.flatten(), lambda p: p.unsqueeze(0)
+    ]  # fmt: skip
+
+    def body(rank: int) -> None:
+        module = seeded(Mixed)
+        module.register_parameter("empty", nn.Parameter(torch.empty(shape)))
+        onefold.shard(module, stage=stage)
+        (module(X).sum() + module.empty.sum()).backward()
+        for shown in (module.empty.grad, module.empty.data, module.empty.detach()):
+            for view in views:
+                assert view(shown).shape == view(torch.empty(shape)).shape
+
+    run_ranks(world_size, body)
+
+
 @pytest.mark.parametrize("shares", [None, (3, 1)])
 def test_a_write_that_cannot_reach_other_ranks_says_so(shares):
     def body(rank: int) -> None:

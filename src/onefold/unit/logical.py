@@ -156,6 +156,8 @@ def _cuts_rows(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     is_torchs = not (cut_dtensor.is_weighted(target) or torch.is_inference_mode_enabled())
     if not is_torchs or any(map(is_list, others)) or func is Tensor.__iter__:
         return True
+    if not target.numel():  # torch's rule for view(-1) of [0, 3] never ends
+        return True
     try:
         rows = dtensor_over(DTensor, target._local_tensor.to("meta"), target._spec)
         views = func(rows, *others, **kwargs)
