@@ -510,8 +510,8 @@ def test_two_optimizers_step_one_unit_in_turn(slow_disk):
             assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("uses_closure", [False, True])
-def test_one_of_two_optimizers_cannot_step_what_backward_has_stepped_for_both(uses_closure):
+@pytest.mark.parametrize("way", ["backwards", "closures", "save"])
+def test_one_of_two_optimizers_cannot_step_what_backward_has_stepped_for_both(way, tmp_path):
     def body(rank: int) -> None:
         module = seeded(Tower)
         weights = [p for p in module.parameters() if p.dim() > 1]
@@ -527,13 +527,13 @@ def test_one_of_two_optimizers_cannot_step_what_backward_has_stepped_for_both(us
             return loss
 
         with pytest.raises(StateError, match="each optimizer to step once after each backward"):
-            if uses_closure:
+            if way == "closures":
                 for optimizer in pair:
                     optimizer.step(backward)
             else:
                 backward()
                 pair[0].step()
-                backward()
+                backward() if way == "backwards" else onefold.save(tmp_path / "saved", module, pair)
 
     run_ranks(2, body)
 

@@ -112,6 +112,12 @@ class Hands:
             self.units[index].gradient.end_step()
         return stepped
 
+    def check_stepped(self) -> None:
+        """Raise `StateError` if backward stepped for an optimizer that has not stepped since."""
+        if self._owing:
+            unit = self.units[0]
+            raise refusals.STEPPED_FOR_BOTH(unit.name, where=unit.context.where)
+
     def measure_noise(self, group: Group, num_shards: int) -> NoiseScale:
         """Follow the noise of gradients from now on; `num_shards`: see `NoiseScale`."""
         if self.noise is None:
@@ -152,8 +158,7 @@ class Hands:
         if not steppers or unit.gradient.is_unused:
             self.schedule.early_steps.skip(index)
             return
-        if self._owing:
-            raise refusals.STEPPED_FOR_BOTH(unit.name, where=unit.context.where)
+        self.check_stepped()
         unit.join_step()
         unit.refresh_master()
         self._early.update([stepper for stepper in steppers if stepper.step_early(unit)])

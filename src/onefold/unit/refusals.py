@@ -135,7 +135,7 @@ CONSUMED = Refusal(
 )
 STEPPED_FOR_BOTH = Refusal(
     "each optimizer to step once after each backward, as backward steps unit {!r} for all of them",
-    "another backward, while some optimizer has not stepped",
+    "another backward or a save, while some optimizer has not stepped",
     "turn Offload.step_in_backward off to step some of several optimizers, or in turn",
 )
 NO_MEAN_YET = Refusal(
