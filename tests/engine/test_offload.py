@@ -538,6 +538,35 @@ def test_one_of_two_optimizers_cannot_step_what_backward_has_stepped_for_both(wa
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("num_stepped", [0, 1])
+def test_a_load_before_all_optimizers_have_stepped_begins_anew(num_stepped, tmp_path):
+    """As after an interrupt between backward and step, or between two steps."""
+
+    def body(rank: int, is_cut: bool) -> list[Tensor]:
+        module, folder = seeded(Tower), tmp_path / f"saved {is_cut}"
+        weights = [p for p in module.parameters() if p.dim() > 1]
+        others = [p for p in module.parameters() if p.dim() <= 1]
+        pair = [adamw(weights), torch.optim.SGD(others, lr=0.1)]
+        onefold.shard(module, pair, offload=Offload("cpu", step_in_backward=True))
+
+        def step(optimizers: list[torch.optim.Optimizer]) -> None:
+            loss_of(module, batches(1)[0].chunk(2)[rank]).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+
+        step(pair)
+        onefold.save(folder, module, pair)
+        if is_cut:
+            step(pair[:num_stepped])
+        onefold.load(folder, module, pair)
+        step(pair)
+        step(pair)
+        return [whole(p) for p in module.parameters()]
+
+    for a, b in zip(run_ranks(2, body, False), run_ranks(2, body, True), strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
 def test_a_wait_that_is_interrupted_is_waited_for_again(slow_disk, monkeypatch):
     module, optimizer = build(slow_disk)
     loss_of(module, batches(1)[0]).backward()

@@ -99,8 +99,7 @@ class Engine:
 
     def on_use(self, unit: Unit, outputs: object) -> None:
         """Note that such an operation is over: backward must find the unit unsharded, too."""
-        index, is_recorded = self._index[unit], torch.is_grad_enabled()
-        call, actions = self.schedule.use(index, is_recorded=is_recorded)
+        call, actions = self.schedule.use(self._index[unit], is_recorded=torch.is_grad_enabled())
         self.hands.do(actions)
         call.note_edits(unit.edits.at_rest())
         watch_outputs(ref(self), [call], list(tensors_in(outputs)))
@@ -406,9 +405,10 @@ class Engine:
             )
 
     def mend(self) -> None:
-        """Note that all weights were loaded anew: no backward has torn them."""
+        """Note that all weights were loaded anew: no backward has torn them, or stepped some."""
         if self.schedule.is_backward:
             self.abort_backward()
+        self.hands.take_stepped()
         self._is_torn = False
 
     # an engine belongs to one module in one process

@@ -45,9 +45,8 @@ class Hands:
         self.units = units
         self.free_wire = free_wire
         self.steppers: WeakSet[Stepper] = WeakSet()
-        # stepped in the last backward; of those, what another one's `step` came before
-        self._early: WeakSet[Stepper] = WeakSet()
-        self._owing: WeakSet[Stepper] = WeakSet()
+        self._early: WeakSet[Stepper] = WeakSet()  # the last backward has stepped for these
+        self._owing: WeakSet[Stepper] = WeakSet()  # so it has, and only others' `step` came since
         self._tickets: dict[int, Ticket] = {}  # of reductions, by unit
         self.noise: NoiseScale | None = None  # onefold.measure_noise
 
@@ -98,8 +97,8 @@ class Hands:
     def take_stepped(self, stepper: Stepper | None = None) -> set[int]:
         """Return the units that backward has stepped; their gradients may be read again.
 
-        `stepper` calls `step` now, or backward has failed. Others that stepped in that backward
-        have to follow before the next one.
+        `stepper` calls `step` now; without one, backward has failed or weights were loaded. Others
+        for which backward has stepped have to follow before the next backward.
         """
         self._owing.update(self._early)
         self._early.clear()
