@@ -194,17 +194,23 @@ def test_tags_are_compared_once_a_gather(monkeypatch):
     assert len(compared) == 2 * 2, "of two gathers, on two ranks"
 
 
+def sharded_twins(*, is_deferred: bool) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """Two equal units, with tags that are read at once, or one step later as on a device."""
+    module = seeded(Twins)
+    optimizer = torch.optim.AdamW(module.parameters())
+    onefold.shard(module, optimizer)
+    engine = module.__dict__["_onefold_engine"]
+    engine.context.tags.is_deferred = is_deferred
+    return module, optimizer, engine
+
+
 @pytest.mark.parametrize("is_deferred", [False, True])
 def test_a_rank_that_sends_to_itself_compares_its_tags(is_deferred, monkeypatch):
     """One GPU shows a message that reached another unit."""
     monkeypatch.setattr(routes, "LOOPS", True)
 
     def body(rank: int) -> None:
-        module = seeded(Twins)
-        optimizer = torch.optim.AdamW(module.parameters())
-        onefold.shard(module, optimizer)
-        engine = module.__dict__["_onefold_engine"]
-        engine.context.tags.is_deferred = is_deferred
+        module, optimizer, engine = sharded_twins(is_deferred=is_deferred)
         for _ in range(2):
             module(torch.ones(1, 4)).sum().backward()
             optimizer.step()
@@ -227,11 +233,7 @@ def test_units_that_mix_on_a_device_are_an_error_one_step_later(
     """A device's host waits for no tag, unless it saves. The switch has the CPU do as it does."""
 
     def body(rank: int) -> str:
-        module = seeded(Twins)
-        optimizer = torch.optim.AdamW(module.parameters())
-        onefold.shard(module, optimizer)
-        engine = module.__dict__["_onefold_engine"]
-        engine.context.tags.is_deferred = True
+        module, optimizer, engine = sharded_twins(is_deferred=True)
         for _ in range(2):
             module(torch.ones(1, 4)).sum().backward()
             optimizer.step()

@@ -45,8 +45,9 @@ class StandIns:
     def cleared(self, partial: Iterable[UnitParameter], where: str) -> list[UnitParameter]:
         """Forget, and return, the parameters whose `.grad` users cleared.
 
-        A `.grad` that they made from a stand-in of `partial` becomes the partial gradient. One that
-        they put beside a mean stays, and means add to it. Any other raises `StateError`.
+        A `.grad` that they made from a stand-in of `partial` becomes the partial gradient. Another
+        in the place of a stand-in stays, and means add to it. One in the place of a mean of earlier
+        micro-batches raises `StateError`.
         """
         replaced = [p for p, shown in self.shown.items() if p.sharded.grad is not shown]
         cleared = [p for p in replaced if not self._take_assigned(p, partial, where)]

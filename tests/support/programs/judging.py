@@ -191,9 +191,8 @@ def plain(drawn: Drawn) -> Reference:
         bounds[name] = bound(name, value, shifted[name], off, drawn)
         if drawn.is_lossy:
             steps = max(distance(notes[name], wide[name]) for notes in louder)
-            steps = max(steps, coherent[name.partition(" ")[2]])
-            bounds[name] = max(steps, lossy_bound(name, value, off, drawn))
-            bounds[name] *= TAIL
+            lossy = lossy_bound(name, value, off, drawn)
+            bounds[name] = TAIL * max(steps, lossy, coherent[name.partition(" ")[2]])
     return Reference(wanted, bounds, wide)
 
 
