@@ -247,6 +247,10 @@ class Process:
         """The loss of rows whose parts have these."""
         return sum(losses[1:], losses[0]) / len(losses)
 
+    def rounding(self) -> AbstractContextManager[None]:
+        """Weights are those of a forward in the block: a run with noise rounds them."""
+        return nullcontext()
+
     def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
         return nullcontext() if self.is_plain or is_last else onefold.accumulate(self.model)
 

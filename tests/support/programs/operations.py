@@ -107,7 +107,8 @@ def train_retained(p: Process) -> None:
 def train_with_penalty(p: Process, power: int = 2) -> None:
     """A penalty on all weights, computed by every rank."""
     numbers = [q for q in p.parameters if q.is_floating_point()]
-    penalty = sum(q.abs().pow(power).sum().float() for q in numbers)
+    with p.rounding():
+        penalty = sum(q.abs().pow(power).sum().float() for q in numbers)
     penalty = p.mean([penalty] * (p.num_parts if p.is_plain else 1))
     (p.loss(p.batch()) + 1e-2 * penalty).backward()
     read_gradients(p)
