@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import onefold
 from onefold import ConfigError, StateError, TierError
@@ -86,6 +87,32 @@ def test_weights_that_rest_in_memory_stream_as_well(offload, world_size):
         with torch.no_grad():
             for batch in token_batches(2):
                 assert torch.equal(module(batch), resident(batch))
+
+    run_ranks(world_size, body)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_weights_that_a_forward_reads_one_by_one_are_those_of_the_resident_module(world_size):
+    """A read that changed what modules show would bring a tied weight twice."""
+
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(8, 8), nn.Linear(8, 8)
+            self.head.weight = self.table.weight
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            halves = [weight * 0.5 for _, weight in self.named_parameters()]
+            assert len(halves) == 2
+            return F.linear(self.table(tokens), *halves)
+
+    def body(rank: int) -> None:
+        resident, module = seeded(Reads), seeded(Reads)
+        onefold.stream(module, offload="cpu", budget=2 * nbytes_of(module) + (1 << 20))
+        with torch.no_grad():
+            for _ in range(2):
+                tokens = torch.arange(8)
+                assert torch.equal(module(tokens), resident(tokens))
 
     run_ranks(world_size, body)
 

@@ -49,6 +49,7 @@ class Schedule:
         self._unsharded: set[int] = set()  # unsharded bytes exist, or will soon
         self._fresh: set[int] = set()  # they have the values of the weights at rest
         self._shown: set[int] = set()  # modules see them
+        self._lent: set[int] = set()  # of these: for an operation outside of modules
         self.ahead: set[int] = set()  # gathered ahead, and not used since
         self._held = HeldUnits()
         self._filled: set[int] = set()  # the node's secondary shard is up to date
@@ -143,6 +144,8 @@ class Schedule:
             self._make_room(unit, out)
             self._gather(unit, out)
             out.append((Verb.SHOW, unit))
+            if unit not in self._shown:
+                self._lent.add(unit)
             self._shown.add(unit)
         if is_recorded:
             self._held.hold(unit)
@@ -155,6 +158,7 @@ class Schedule:
         if not (self.uses.is_running(unit) or self.driven.is_suspended):
             is_over = self.forward_depth == 0 and not is_recorded
             self._hide(unit, out, frees=is_over and self.policy.frees_after_forward)
+            self._lent.discard(unit)
             if is_over:
                 out.append((Verb.REST, NO_UNIT))
         return self.open_calls.open(unit, self._clock, is_module=False), out
@@ -268,8 +272,7 @@ class Schedule:
         else:
             self.reductions.finish(out)
             self._step_reduced(out)
-        out.append((Verb.REST, NO_UNIT))
-        return out
+        return [*out, (Verb.REST, NO_UNIT)]
 
     def abort_backward(self) -> list[Action]:
         """An exception ended backward: finish reductions under way on all ranks, drop the rest."""
@@ -308,8 +311,7 @@ class Schedule:
         out: list[Action] = []
         self.reductions.drain(out)
         self.reductions.take_averaged()
-        out.append((Verb.REST, NO_UNIT))
-        return out
+        return [*out, (Verb.REST, NO_UNIT)]
 
     def rest(self) -> list[Action]:
         """Free all unsharded weights, before a step, a load or an edit."""
@@ -319,8 +321,7 @@ class Schedule:
         self._held.clear()
         for unit in range(len(self.units)):
             self._hide(unit, out, frees=True, is_rest=True)
-        out.append((Verb.REST, NO_UNIT))
-        return out
+        return [*out, (Verb.REST, NO_UNIT)]
 
     def stepped(self) -> None:
         """Weights have changed: unsharded weights and secondary shards are out of date."""
@@ -389,11 +390,10 @@ class Schedule:
 
     def _hide(self, unit: int, out: list[Action], *, frees: bool, is_rest: bool = False) -> None:
         is_kept = unit in self.driven.keeps and not is_rest
-        if is_kept and self.policy.is_cyclic:
-            return  # it stays shown, too
+        stays_shown = is_kept and self.policy.is_cyclic and unit not in self._lent
         if frees and not is_kept and unit in self._unsharded and unit not in self._held:
             self._free(unit, out, Verb.INVALIDATE if self.policy.keeps_bytes else Verb.FREE)
-        elif unit in self._shown:
+        elif unit in self._shown and not stays_shown:
             self._shown.discard(unit)
             out.append((Verb.HIDE, unit))
 
