@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
 import onefold
 from onefold.engine import blocked_adam as adam
@@ -129,6 +132,58 @@ def test_masters_follow_edits_made_inside_forward(world_size, stage, way):
                 assert torch.equal(module.weight, torch.full_like(module.weight, 0.5))
 
     run_ranks(world_size, train)
+
+
+class Reading(nn.Module):
+    """Reads the weight of a layer outside of the layer, as a tied head does."""
+
+    def __init__(self, way: str, recompute: Callable[..., Tensor] | None) -> None:
+        super().__init__()
+        self.first, self.inner, self.way, self.recompute = (
+            nn.Linear(8, 8),
+            nn.Linear(8, 8),
+            way,
+            recompute,
+        )
+        self.inner.requires_grad_(way != "frozen")
+
+    def read(self, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(self.way != "no_grad"):
+            read = torch.tanh(F.linear(x, self.inner.weight))
+        return x * read
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.read(x) if self.recompute is None else self.recompute(self.read, x)
+
+
+RECOMPUTE = {
+    "reentrant": partial(checkpoint, use_reentrant=True),
+    "other": partial(checkpoint, use_reentrant=False),
+    "nested": lambda read, x: checkpoint(
+        partial(checkpoint, read, use_reentrant=True), x, use_reentrant=True
+    ),
+}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("way", ["trained", "frozen", "no_grad"])
+def test_a_read_that_is_computed_again_sees_what_its_forward_saw(way, recompute, stage, world_size):
+    """Autograd turns gradients off around a reentrant block in another: weights were fp32 there."""
+
+    def gradient(recompute):
+        module = seeded(lambda: Reading(way, recompute))
+        units = [module.first, module.inner]
+        onefold.shard(module, stage=stage, precision="bf16", units=lambda part: part in units)
+        module(torch.linspace(-1, 1, 32).view(4, 8)).float().square().mean().backward()
+        return module.first.weight.grad.full_tensor()
+
+    def compare(rank):
+        assert torch.equal(gradient(RECOMPUTE[recompute]), gradient(None))
+
+    run_ranks(world_size, compare)
 
 
 @pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (2, 3)])

@@ -30,7 +30,7 @@ from onefold.engine.run_facts import Marks, Prediction, RunFacts
 from onefold.engine.schedule import Schedule
 from onefold.engine.structure import follow, rename
 from onefold.engine.walks import Call, Phase
-from onefold.engine.watch import announce_end, in_backward, tensors_in, watch_outputs
+from onefold.engine.watch import announce_end, in_backward, recomputes, tensors_in, watch_outputs
 from onefold.errors import StateError
 from onefold.layout.module_tree import ModuleTree
 from onefold.recipe import Recipe
@@ -91,7 +91,8 @@ class Engine:
 
     def is_wanted(self, requires_grad: bool) -> bool:
         """True if an operation on a sharded parameter needs the unsharded one."""
-        return (torch.is_grad_enabled() and requires_grad) or self.schedule.forward_depth > 0
+        is_in_forward = self.schedule.forward_depth > 0 or recomputes()
+        return is_in_forward or (requires_grad and torch.is_grad_enabled())
 
     def unshard_for_use(self, unit: Unit) -> None:
         """An operation outside the unit's modules needs unsharded parameters now."""
@@ -315,10 +316,7 @@ class Engine:
             self.hands.do(self.schedule.complete(self._trained()))
 
     def start_reductions(self) -> None:
-        """Begin to reduce what rests, on every rank, whatever its micro-batches used.
-
-        `schedule.finish` waits for all of it.
-        """
+        """Begin to reduce what rests, whatever each rank's batches used; `finish` waits for it."""
         for unit in self.units:
             unit.gradient.check_whole()
             unit.gradient.drop_cleared()

@@ -38,6 +38,15 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def recomputes() -> bool:
+    """True while a node of autograd runs: code that reads a weight there computes a forward again.
+
+    Hooks of gradients, which edit and step weights, run in an `AccumulateGrad`, callbacks in none.
+    """
+    node = torch._C._current_autograd_node()
+    return node is not None and node.name() != "torch::autograd::AccumulateGrad"
+
+
 def now() -> int:
     """Return the sequence number of this thread's next autograd node."""
     return torch.autograd._get_sequence_nr()
