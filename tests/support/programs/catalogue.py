@@ -50,7 +50,8 @@ OPTIMIZERS = (
     "torch.optim.Adadelta(ps, lr=0.5)",
     "torch.optim.RMSprop(ps, lr=0.01, eps=1e-3, momentum=0.5, centered=True)",
     "torch.optim.RMSprop(ps, lr=0.01, eps=1e-3)", "torch.optim.Rprop(ps, lr=0.01)",
-    "torch.optim.ASGD(ps, lr=0.02)", "torch.optim.Adafactor(ps, lr=0.02)",
+    # Adafactor's own eps is that of the weight's dtype, so another one with wider masters
+    "torch.optim.ASGD(ps, lr=0.02)", "torch.optim.Adafactor(ps, lr=0.02, eps=(2**-23, 1e-3))",
     "torch.optim.Muon([p for p in ps if p.dim() == 2], lr=0.01)",
     "torch.optim.LBFGS(ps, lr=0.1, max_iter=3)", "SignMomentum(ps)", "Counting(ps)",
     "Normalized(ps)", "Coupled(ps)",
