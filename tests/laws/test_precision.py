@@ -186,6 +186,37 @@ def test_a_read_that_is_computed_again_sees_what_its_forward_saw(way, recompute,
     run_ranks(world_size, compare)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("way", ["frozen", "no_grad"])
+def test_a_product_with_activations_outside_of_a_forward_is_that_of_the_layer(
+    way, stage, world_size
+):
+    """They have the compute dtype, and torch multiplies no others. Sums read weights at rest."""
+
+    def compare(rank):
+        module, out, grads = seeded(lambda: Reading(way, None)), [], []
+        units = [module.first, module.inner]
+        onefold.shard(module, stage=stage, precision="bf16", units=lambda part: part in units)
+        x, inner = torch.linspace(-1, 1, 32).view(4, 8), module.inner
+        for layer in (inner, lambda hidden: F.linear(hidden, inner.weight, inner.bias)):
+            with torch.set_grad_enabled(way == "frozen"):
+                hidden = module.first(x)
+                out.append(layer(hidden))
+            if way == "frozen":
+                out[-1].square().mean().backward()
+                grads.append(module.first.weight.grad.norm().item())
+                module.zero_grad()
+        assert torch.equal(*out)
+        assert len(set(grads)) <= 1
+        with torch.no_grad():
+            assert (hidden[0] + inner.bias).dtype == torch.float32
+            with pytest.raises(RuntimeError, match="dtype"):
+                F.linear(hidden.double(), inner.weight)
+
+    run_ranks(world_size, compare)
+
+
 @pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (2, 3)])
 def test_looking_at_weights_in_lists_is_no_edit(world_size, stage):
     def train(rank):

@@ -17,7 +17,7 @@ and passes the unsharded parameter on. So the gradient flows to the tensor that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -72,10 +72,8 @@ def _dispatch(
             owner.unit.wait_step()
         with torch._C.DisableTorchFunctionSubclass():
             return run_sharded(func, args, kwargs)
-    for owner in owners.values():
-        used = owner.unit.tiled.use(func, args, kwargs) if owner.unit.tiled else None
-        if used is not None:
-            return used
+    if (used := _used_in_tiles(func, args, kwargs, owners.values())) is not None:
+        return used
     with torch._C.DisableTorchFunctionSubclass():
         for owner in owners.values():
             owner.unit.wait_step()
@@ -83,13 +81,42 @@ def _dispatch(
         if not wanted or _is_into_shards(func, leaves[0], wanted[0]):
             if func in READS:
                 own_args, own_kwargs = args, kwargs
-            return _at_rest(func, own_args, own_kwargs)
+            try:
+                return _at_rest(func, own_args, own_kwargs)
+            except RuntimeError:
+                wanted = _units_that_compute(owners.values(), leaves)
+                if not wanted or writes(func):
+                    raise
+    return _as_computed(func, (args, kwargs), owners, wanted)
+
+
+def _used_in_tiles(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], owners: Iterable[Any]
+) -> Any:
+    """What `func` gives with a weight in tiles; None if it needs no tiles."""
+    uses = (o.unit.tiled.use(func, args, kwargs) for o in owners if o.unit.tiled)
+    return next((used for used in uses if used is not None), None)
+
+
+def _as_computed(
+    func: Callable[..., Any], arguments: Any, owners: dict[int, Any], wanted: list[Any]
+) -> Any:
+    """Run `func` on unsharded parameters, as modules compute with them."""
+    with torch._C.DisableTorchFunctionSubclass():
         full = {key: owner.unit.unshard_for_use(owner) for key, owner in owners.items()}
-        new_args, new_kwargs = _replaced((args, kwargs), full)
-    outputs = _own_memory(func(*new_args, **new_kwargs), list(full.values()))
+        args, kwargs = _replaced(arguments, full)
+    outputs = _own_memory(func(*args, **kwargs), list(full.values()))
     for unit in wanted:
         unit.note_use(outputs)
     return outputs
+
+
+def _units_that_compute(owners: Iterable[Any], leaves: list[Any]) -> list[Any]:
+    """The units of weights that meet activations: torch refuses products with another dtype."""
+    plain = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, AT_REST)]
+    dtypes = {leaf.dtype for leaf in plain}
+    units = {owner.unit: owner.spec.dtype for owner in owners}
+    return [u for u, resting in units.items() if u.context.compute in dtypes - {resting}]
 
 
 def _at_rest(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
