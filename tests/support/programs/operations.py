@@ -345,10 +345,13 @@ def reload_states(p: Process) -> None:
 def load_whole_states(p: Process, scale: float = 0.5) -> None:
     """Load a plain state dict of other values."""
     weights: dict[str, Value] = {}
+    precision = p.program.legs[p.leg].options.get("precision")
+    parameters = p.model.named_parameters() if getattr(precision, "frozen", None) else ()
+    in_bytes = {name for name, q in parameters if not q.requires_grad}
     for name, q in p.model.state_dict().items():
         whole = q.full_tensor() if isinstance(q, DTensor) else q
         numeric = whole.is_floating_point() or whole.is_complex()
-        weights[name] = whole * scale if numeric else whole.clone()
+        weights[name] = whole * scale if numeric and name not in in_bytes else whole.clone()
     p.model.load_state_dict(weights)
 
 
