@@ -18,7 +18,7 @@ from hypothesis import settings
 from onefold.layout import messages as layout_messages
 from onefold.planner import message_counts as messages
 from tests.support import grids
-from tests.support.budgets import Budgets
+from tests.support.budgets import Budgets, slow_tests, test_of
 
 torch.set_num_threads(1)
 
@@ -32,6 +32,7 @@ GRID = "rows: some cases of large grids, see tests/support/grids.py; full: all, 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--durations-file", help="write the CPU seconds of each test file to it")
+    parser.addoption("--quick", action="store_true", help="leave out tests that were slow before")
     parser.addoption("--grid", choices=("rows", "full"), default="rows", help=GRID)
 
 
@@ -49,6 +50,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=list(left_out))
         grids.leave_to_again(items)
+    if config.getoption("--quick"):
+        slow = slow_tests()
+        left_out = [item for item in items if test_of(item.nodeid) in slow]
+        items[:] = [item for item in items if test_of(item.nodeid) not in slow]
+        config.hook.pytest_deselected(items=left_out)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device, found none")

@@ -6,8 +6,11 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+from tests import conftest
 from tests.support import grids
-from tests.support.budgets import overruns
+from tests.support.budgets import Budgets, Table, overruns
 
 pytest_plugins = ["pytester"]
 
@@ -52,13 +55,39 @@ def test_whole(stage): ...
 """
 
 
+def table(**files: float) -> Table:
+    return {f"{name}.py": {"cpu_s": cpu_s, "slow": []} for name, cpu_s in files.items()}
+
+
 def test_a_file_is_over_its_budget_by_its_share_whatever_the_speed():
-    budgets = {"a.py": 10.0, "b.py": 30.0, "c.py": 1.0}
-    assert overruns({name: 4 * cpu_s for name, cpu_s in budgets.items()}, budgets) == []
-    assert overruns({"a.py": 40.0, "b.py": 30.0, "new.py": 90.0}, budgets) == [
+    budgets = table(a=10.0, b=30.0, c=1.0)
+    assert overruns(table(a=40.0, b=120.0, c=4.0), budgets) == []
+    assert overruns(table(a=40.0, b=30.0, new=90.0), budgets) == [
         "budget: a.py took 40 CPU seconds, expected 18"
     ]
-    assert overruns({"a.py": 10.0, "c.py": 4.0}, budgets) == [], "a small file"
+    assert overruns(table(a=10.0, c=4.0), budgets) == [], "a small file"
+
+
+def test_a_test_is_slow_if_one_of_its_cases_takes_much_of_the_run(tmp_path):
+    budgets = Budgets(tmp_path / "durations.json")
+    took = {"a.py::test_a[1]": 0.1, "a.py::test_a[2]": 2.0, "a.py::test_b": 0.5, "b.py::test": 1e4}
+    for nodeid, cpu_s in took.items():
+        report = pytest.TestReport(nodeid, ("", 0, ""), {}, "passed", None, "teardown")
+        report.user_properties.append(("cpu_s", cpu_s))
+        budgets.pytest_runtest_logreport(report)
+    assert list(budgets.table().items()) == [
+        ("b.py", {"cpu_s": 1e4, "slow": ["test"]}), ("a.py", {"cpu_s": 2.6, "slow": ["test_a"]}),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "passed"), [((), 2), (("--quick",), 1)])
+def test_quick_leaves_out_what_was_slow_and_nothing_else(options, passed, pytester, monkeypatch):
+    pytester.makepyfile(test_it="def test_fast(): ...\ndef test_slow(): ...\n")
+    pytester.makeconftest(
+        "from tests.conftest import pytest_addoption, pytest_collection_modifyitems"
+    )
+    monkeypatch.setattr(conftest, "slow_tests", lambda: {"test_it.py::test_slow"})
+    pytester.inline_run(*options).assertoutcome(passed=passed)
 
 
 def test_rows_of_a_grid_hold_each_world_size_stage_and_combination_of_the_others(pytester):

@@ -1,7 +1,7 @@
-"""CPU seconds of each test file, its child processes included.
+"""CPU seconds of each test file, its child processes included, and its slow tests.
 
 `pytest --durations-file=tests/support/durations.json` writes them. Unlike wall time they are nearly
-the same on a busy machine.
+the same on a busy machine. `pytest --quick` leaves the slow tests out.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import TypedDict
 
 import pytest
 
@@ -20,6 +21,9 @@ MOST = 1.5
 """Times its budget that a file may take. A share of the total: a slow machine slows all files."""
 
 SMALLEST_S = 5.0
+SLOW = 1 / 10_000
+"""A test is slow if a case takes more than this share of all CPU seconds: 0.15 s of 25 minutes."""
+
 _CPU_S = "cpu_s"
 
 
@@ -31,6 +35,16 @@ def cpu_seconds() -> float:
         fields = Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()
         total += sum(int(ticks) for ticks in fields[11:15]) / os.sysconf("SC_CLK_TCK")
     return total
+
+
+class Row(TypedDict):
+    """What a file took, and the names of its slow tests."""
+
+    cpu_s: float
+    slow: list[str]
+
+
+Table = dict[str, Row]
 
 
 class Budgets:
@@ -65,14 +79,33 @@ class Budgets:
             for line in overruns(self.table(), json.loads(BUDGETS.read_text())):
                 terminalreporter.write_line(line)
 
-    def table(self) -> dict[str, float]:
-        """CPU seconds by file, the most expensive file first."""
-        files = {file: round(sum(cases.values()), 1) for file, cases in self._cases.items()}
-        return dict(sorted(files.items(), key=lambda row: -row[1]))
+    def table(self) -> Table:
+        """By file, the most expensive one first."""
+        total = sum(sum(cases.values()) for cases in self._cases.values())
+        files = {
+            file: {
+                "cpu_s": round(sum(cases.values()), 1),
+                "slow": sorted({test_of(case) for case in cases if cases[case] > SLOW * total}),
+            }
+            for file, cases in self._cases.items()
+        }
+        return dict(sorted(files.items(), key=lambda row: -row[1]["cpu_s"]))
 
 
-def overruns(spent: dict[str, float], budgets: dict[str, float]) -> list[str]:
+def test_of(case: str) -> str:
+    """The name of a test without its parameters."""
+    return case.partition("[")[0]
+
+
+def slow_tests() -> set[str]:
+    """The tests that were slow when `durations.json` was written, as `file::name`."""
+    table: Table = json.loads(BUDGETS.read_text())
+    return {f"{file}::{test}" for file, row in table.items() for test in row["slow"]}
+
+
+def overruns(table: Table, before: Table) -> list[str]:
     """A line for each file whose share of the run exceeds that of its budget by half."""
+    spent, budgets = ({file: row["cpu_s"] for file, row in run.items()} for run in (table, before))
     both = [file for file in spent if file in budgets]
     speed = sum(spent[file] for file in both) / (sum(budgets[file] for file in both) or 1.0)
     return [
