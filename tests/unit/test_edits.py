@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 from torch.nn import init
+from torch.utils.checkpoint import checkpoint
 
 import onefold
 from onefold.unit.logical import warn_of_shards
@@ -771,3 +773,35 @@ def test_a_module_is_normed_and_tied_before_it_is_sharded(kind, change, world_si
             after(X)
 
     run_ranks(world_size, body)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (2, 1), (3, 3)])
+def test_an_edit_in_a_block_that_is_computed_again_is_made_twice(world_size, stage, reentrant):
+    """As in one process: by the forward, and where backward computes the block again."""
+
+    class Halved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.inner = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self._block, self.first(x), use_reentrant=reentrant)
+
+        def _block(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.inner.weight.mul_(0.5)
+            return F.linear(x, self.inner.weight).tanh()
+
+    def train(module: nn.Module) -> list[float]:
+        out = module(torch.linspace(-1, 1, 32).view(4, 8))
+        out.square().mean().backward()
+        read = (out, module.inner.weight, module.first.weight.grad, module.inner.weight.grad)
+        return [tensor.detach().norm().item() for tensor in read]
+
+    def compare(rank: int) -> None:
+        alone, module = seeded(Halved), seeded(Halved)
+        onefold.shard(module, stage=stage, units=lambda part: isinstance(part, nn.Linear))
+        assert train(module) == pytest.approx(train(alone), rel=1e-6)
+
+    run_ranks(world_size, compare)
