@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import onefold
 from onefold.engine import blocked_adam as adam
+from onefold.errors import WireError
+from onefold.unit import dtensors
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import run_ranks, seeded
 from tests.support.training import Job, assert_same_bits, cut, run_job, train_plain
@@ -215,6 +217,21 @@ def test_a_product_with_activations_outside_of_a_forward_is_that_of_the_layer(
                 F.linear(hidden.double(), inner.weight)
 
     run_ranks(world_size, compare)
+
+
+def test_a_named_error_of_a_read_beside_activations_is_raised_itself(monkeypatch):
+    """Another try would send messages that the other ranks do not expect."""
+    module = seeded(lambda: Reading("no_grad", None))
+    onefold.shard(module, precision="bf16", units=lambda part: part is module.inner)
+
+    def fail(*_):
+        raise WireError("a gather of weights", "rank 1 ended", hint="see its error")
+
+    with torch.no_grad():
+        hidden = torch.ones(4, 8, dtype=torch.bfloat16)
+        monkeypatch.setattr(dtensors, "run_sharded", fail)
+        with pytest.raises(WireError, match="rank 1 ended"):
+            F.linear(hidden, module.inner.weight)
 
 
 @pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (2, 3)])

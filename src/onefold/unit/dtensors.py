@@ -57,7 +57,7 @@ Owner = Callable[[], Any]
 def _dispatch(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None
 ) -> Any:
-    """Run `func` on sharded parameters, or on unsharded ones where the use is differentiable."""
+    """Run `func` on sharded parameters, or on unsharded ones where it computes with them."""
     kwargs = kwargs or {}
     if is_passive(func) and (func is not Tensor.copy_ or isinstance(args[0], AT_REST)):
         return _bookkeeping(func, args, kwargs)
@@ -83,10 +83,10 @@ def _dispatch(
                 own_args, own_kwargs = args, kwargs
             try:
                 return _at_rest(func, own_args, own_kwargs)
-            except RuntimeError:
+            except RuntimeError as error:
                 wanted = _units_that_compute(owners.values(), leaves)
-                if not wanted or writes(func):
-                    raise
+                if not wanted or writes(func) or type(error) is not RuntimeError:
+                    raise  # also a named error: other ranks would not meet in another try
     return _as_computed(func, (args, kwargs), owners, wanted)
 
 

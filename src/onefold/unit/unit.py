@@ -312,7 +312,7 @@ class Unit(UnitWeights):
 
     @property
     def is_in_forward(self) -> bool:
-        """True while the sharded module's forward runs."""
+        """True while the sharded module's forward runs, or backward computes a part of it again."""
         return self.owner is not None and self.owner.is_wanted(False)
 
     def is_wanted_unsharded(self, parameter: UnitParameter) -> bool:
