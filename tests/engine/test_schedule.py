@@ -361,6 +361,21 @@ def test_kept_units_are_gathered_once_over_evaluations_and_freed_when_training_g
     assert not script.hands.unsharded
 
 
+def test_a_kept_unit_of_a_stream_is_shown_for_an_operation_alone_until_its_module_runs():
+    """An operation that fails tells nothing: its `use` never comes."""
+    schedule = Schedule(replace(STAGE_3, is_cyclic=True), [UnitFacts(1)] * 2)
+    schedule.keep(frozenset({0}))
+    schedule.begin_forward(Phase.EVALUATION)
+    schedule.show(0, is_recorded=False)
+    assert (Verb.HIDE, 0) in schedule.use(0, is_recorded=False)[1]
+    schedule.show(0, is_recorded=False)  # and fails
+    for _ in range(2):
+        call, _ = schedule.enter(0, Phase.EVALUATION)
+        assert schedule.leave(call, "module", 1, is_recompute=False) == []
+    schedule.show(0, is_recorded=False)
+    assert schedule.use(0, is_recorded=False)[1] == []
+
+
 @pytest.mark.parametrize("policy", [STAGE_3, STAGE_2, STAGE_0, NODES])
 @settings(max_examples=60)
 @given(programs=st.lists(uses(4), min_size=2, max_size=4), kept=st.frozensets(st.integers(0, 3)))

@@ -158,7 +158,6 @@ class Schedule:
         if not (self.uses.is_running(unit) or self.driven.is_suspended):
             is_over = self.forward_depth == 0 and not is_recorded
             self._hide(unit, out, frees=is_over and self.policy.frees_after_forward)
-            self._lent.discard(unit)
             if is_over:
                 out.append((Verb.REST, NO_UNIT))
         return self.open_calls.open(unit, self._clock, is_module=False), out
@@ -354,6 +353,7 @@ class Schedule:
         out += [(Verb.FETCH, successor) for successor in to_fetch if successor not in self._fresh]
         out.append((Verb.SHOW, unit))
         self._shown.add(unit)
+        self._lent.discard(unit)
 
     def _gather(self, unit: int, out: list[Action], *, is_ahead: bool = False) -> None:
         if unit in self._fresh or self.units[unit].is_resident:
