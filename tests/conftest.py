@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 
 # MKL picks its kernels by the alignment of data on CPUs with AVX512, so that equal products of
@@ -44,23 +44,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out cases of large grids; skip GPU tests, with the reason, where there is no GPU."""
+    """Leave out cases of large grids and slow tests; skip GPU tests where there is no GPU."""
     if config.getoption("--grid") == "rows":
-        left_out = grids.left_out(items)
-        items[:] = [item for item in items if item not in left_out]
-        config.hook.pytest_deselected(items=list(left_out))
+        _leave_out(config, items, grids.left_out(items))
         grids.leave_to_again(items)
     if config.getoption("--quick"):
         slow = slow_tests()
-        left_out = [item for item in items if test_of(item.nodeid) in slow]
-        items[:] = [item for item in items if test_of(item.nodeid) not in slow]
-        config.hook.pytest_deselected(items=left_out)
+        _leave_out(config, items, {item for item in items if test_of(item.nodeid) in slow})
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device, found none")
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def _leave_out(config: pytest.Config, items: list[pytest.Item], left_out: Set[pytest.Item]) -> None:
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=list(left_out))
 
 
 def pytest_collection_finish() -> None:

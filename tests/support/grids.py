@@ -16,6 +16,8 @@ from zlib import crc32
 
 import pytest
 
+from tests.support.budgets import test_of
+
 AXES = ("world_size", "world", "ranks", "stage")
 KEPT = {"corner": 4, "half": 2}
 Choice = tuple[tuple[str, int], ...]  # parameters, each with the number of its value
@@ -25,7 +27,7 @@ def left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     """The cases that only the full grid runs."""
     grids, seldom = defaultdict[str, list[pytest.Function]](list), set[pytest.Item]()
     for item in items:
-        name = item.nodeid.partition("[")[0]
+        name = test_of(item.nodeid)
         marks = [KEPT[mark.name] for mark in item.iter_markers() if mark.name in KEPT]
         is_out = any(crc32(name.encode()) % one_of for one_of in marks)
         if is_out or item.get_closest_marker("seldom"):
@@ -43,7 +45,7 @@ def leave_to_again(items: Iterable[pytest.Item]) -> None:
     tests = defaultdict[str, list[pytest.Function]](list)
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("every"):
-            tests[item.nodeid.partition("[")[0]].append(item)
+            tests[test_of(item.nodeid)].append(item)
     for name, shuffled in tests.items():
         cases = sorted(shuffled, key=lambda case: tuple(case.callspec.indices.values()))
         mark = cases[0].get_closest_marker("every")

@@ -113,6 +113,12 @@ class Process:
         """False where steps inside backward free gradients before anybody reads them."""
         return "step_in_backward=True" not in str(self.program.legs[self.leg].options)
 
+    @property
+    def freezes_in_bytes(self) -> bool:
+        """True where frozen weights rest, and are in state dicts, as bytes of a codec."""
+        precision = self.program.legs[self.leg].options.get("precision")
+        return getattr(precision, "frozen", None) is not None
+
     # legs
 
     def run_leg(self, leg: int) -> None:

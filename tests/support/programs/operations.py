@@ -295,11 +295,9 @@ def read_weights(p: Process, how: str = "full_tensor") -> None:
     else:
         with p.unsharded():
             weights = {n: q.detach().clone() for n, q in p.model.named_parameters()}
-    precision = p.program.legs[p.leg].options.get("precision")
     for name, q in p.model.named_parameters():
         p.note(f"{how} {name}", weights[name])
-        # frozen weights in a codec rest as bytes
-        assert q.shape == weights[name].shape or getattr(precision, "frozen", None)
+        assert q.shape == weights[name].shape or p.freezes_in_bytes
 
 
 def read_states(p: Process) -> None:
@@ -345,8 +343,7 @@ def reload_states(p: Process) -> None:
 def load_whole_states(p: Process, scale: float = 0.5) -> None:
     """Load a plain state dict of other values."""
     weights: dict[str, Value] = {}
-    precision = p.program.legs[p.leg].options.get("precision")
-    parameters = p.model.named_parameters() if getattr(precision, "frozen", None) else ()
+    parameters = p.model.named_parameters() if p.freezes_in_bytes else ()
     in_bytes = {name for name, q in parameters if not q.requires_grad}
     for name, q in p.model.state_dict().items():
         whole = q.full_tensor() if isinstance(q, DTensor) else q
