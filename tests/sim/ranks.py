@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 
 from tests.sim import building, device
 from tests.support.forking import HANG_S
-from tests.support.ranks import HANGS_AFTER
+from tests.support.ranks import HANGS_AFTER, WARM
 
 
 def run_sim(
@@ -41,7 +41,7 @@ def run_sim(
     library = building.built()
     options.setdefault("devices", world_size)
     # a process that is forked from this one would count devices as autograd does here: none
-    mp.set_forkserver_preload([__name__, "torch._refs", body.__module__])
+    mp.set_forkserver_preload(list(WARM))
     with tempfile.TemporaryDirectory() as folder:
         arguments = (world_size, folder, library, backend, checks_races, options, body, args)
         mp.start_processes(_process, arguments, nprocs=world_size, start_method="forkserver")

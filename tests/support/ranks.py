@@ -27,8 +27,18 @@ from torch.testing._internal.distributed import multi_threaded_pg as threaded
 from tests.support import meeting as meeting  # takes the place of torch's
 from tests.support.forking import HANG_S, await_ended_threads
 
-WARM = ("tests.support.ranks", "onefold.api", "torch._dynamo")
-"""What all ranks would import first, three seconds of a core each."""
+WARM = (
+    "pytest",
+    "tests.sim.counting",
+    "tests.support.composed",
+    "onefold.api",
+    "onefold.checkpoint.load",
+    "onefold.checkpoint.save",
+    "torch._dynamo",
+    "torch._refs",
+)
+"""What ranks import, up to eight seconds of a core each: once for all tests of a worker, as only
+the first list that a server of forks gets counts."""
 
 MEMORY = Path("/dev/shm")
 """Where ranks meet: every look at a store of files on a disk reads and locks one."""
@@ -114,7 +124,7 @@ def run_processes(
     if start_method == "fork":
         await_ended_threads()
     elif start_method == "forkserver":
-        mp.set_forkserver_preload([*WARM, body.__module__])
+        mp.set_forkserver_preload(list(WARM))
     with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
         mp.start_processes(
             _process,
