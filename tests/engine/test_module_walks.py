@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -109,3 +109,39 @@ def test_forward_and_backward_make_few_python_calls_for_a_unit(stage, num_layers
         return int(run_ranks(3, body)[0])
 
     assert (calls(8) - calls(4)) / 4 <= most
+
+
+def test_shard_and_the_first_step_make_few_python_calls_for_a_parameter():
+    """Also torch's: an optimizer was asked once for each parameter what its steps do."""
+
+    def calls(num_layers: int) -> list[int]:
+        def body(rank: int) -> list[int]:
+            module = seeded(Stack, 2, num_layers)
+            optimizer = torch.optim.AdamW(module.parameters())
+
+            def train() -> None:
+                module(torch.ones(2, 4)).sum().backward()
+                optimizer.step()
+
+            return [num_calls(work) for work in (lambda: onefold.shard(module, optimizer), train)]
+
+        return run_ranks(3, body)[0]
+
+    calls(1)  # what is asked once a process
+    for few, many, most in zip(calls(2), calls(6), (420, 160), strict=True):
+        assert (many - few) / (2 * 2 * 4) <= most
+
+
+def num_calls(work: Callable[[], object]) -> int:
+    total = 0
+
+    def count(_frame: FrameType, event: str, _: object) -> None:
+        nonlocal total
+        total += event == "call"
+
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return total

@@ -132,8 +132,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], parameters: Sequence[Owned
                 hint="build the optimizer on module.parameters() of the module to shard, "
                 "after moving or casting it",
             )
-        for owned in parameters:
-            check_state(owned.fqn, owned.parameter, optimizer)
+        check_state(optimizer, {owned.parameter: owned.fqn for owned in parameters})
     trained = [owned for owned in parameters if owned.parameter.requires_grad]
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     held_ids = {id(tensor) for group in groups for tensor in group["params"]}

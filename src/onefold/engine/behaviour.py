@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from inspect import Parameter, signature
 from typing import Any, Literal, get_args
 
@@ -173,15 +173,10 @@ class _Question:
         own = {k: v for k, v in group.items() if k not in left and _is_plain(v)}
         own |= {key: value for key, value in fixed.items() if key in own}
         known = {**vars(optimizer), **optimizer.defaults, **own}
-        _, *parameters = signature(type(optimizer)).parameters.values()
-        named = [
-            p.name
-            for p in parameters
-            if p.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-        ]
+        named = _arguments_of(type(optimizer))
         arguments = {n: known[n] for n in named if n in known and _is_plain(known[n])}
         text = repr((sorted(own.items()), sorted(arguments.items())))
-        return _Question(type(optimizer), text, deepcopy(own), deepcopy(arguments))
+        return _Question(type(optimizer), text, own, arguments)
 
     def build(self, parameters: Sequence[Tensor]) -> Optimizer:
         """Build an optimizer that is ready to train."""
@@ -190,6 +185,14 @@ class _Question:
         if acts_outside(self.kind):
             optimizer.train()  # type: ignore[attr-defined]
         return optimizer
+
+
+@cache
+def _arguments_of(kind: type[Optimizer]) -> tuple[str, ...]:
+    """Names of what the constructor takes besides parameters."""
+    by_name = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    _, *parameters = signature(kind).parameters.values()
+    return tuple(p.name for p in parameters if p.kind in by_name)
 
 
 def acts_outside(kind: type[Optimizer]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from weakref import ref
 
@@ -38,9 +38,11 @@ def bind(optimizer: Optimizer, engine: Engine) -> OptimizerBinding:
     return binding
 
 
-def check_state(fqn: str, parameter: nn.Parameter, optimizer: Optimizer) -> None:
+def check_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> None:
     """Raise `ConfigError` if an optimizer that has stepped holds state that cannot be cut."""
-    if behaviour_of(optimizer).kind == "elementwise":
+    if not optimizer.state or behaviour_of(optimizer).kind != "elementwise":
+        return
+    for parameter, fqn in names.items():
         for name, value in optimizer.state.get(parameter, {}).items():
             is_tensor = isinstance(value, Tensor)
             if is_tensor and value.numel() != 1 and value.shape != parameter.shape:

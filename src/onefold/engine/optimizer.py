@@ -25,16 +25,20 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_iter
 
 from onefold.engine.behaviour import behaviour_of, moments_of_group
 from onefold.engine.blocks import reserve_slots
 from onefold.engine.coupled import EvaluatedClosure, share_losses, summed_rows
 from onefold.engine.engine import Engine
-from onefold.engine.flat_groups import NUMBERS, FlatStep, with_numbers_on
+from onefold.engine.flat_groups import FlatStep, with_numbers_on
 from onefold.engine.matrix import MatrixStep
-from onefold.engine.optimizer_state import OwnStates, common_state, own_state, stepped_state
+from onefold.engine.optimizer_state import (
+    OwnStates,
+    common_state,
+    own_state,
+    state_nbytes,
+    stepped_state,
+)
 from onefold.engine.precision import are_gradients_finite
 from onefold.engine.rules import Rule, State, may_fuse, rule_of, same_entry, whole_matrices
 from onefold.errors import StateError
@@ -158,7 +162,7 @@ class OptimizerBinding:
         """Count and step states that were cut anew: views of `flats`, see `take_over`."""
         self.take_over(flats)
         self._reserve(optimizer)
-        self._state_bytes[engine].set(self._state_nbytes(optimizer.state, engine))
+        self._state_bytes[engine].set(state_nbytes(optimizer.state, engine))
 
     def take_over(self, flats: Sequence[Tensor]) -> None:
         """Step states that will be assigned as views of `flats` in place, without a copy.
@@ -277,7 +281,7 @@ class OptimizerBinding:
         """End a step that has edited the sharded parameters, as a user does."""
         for engine in self.engines:
             engine.before_step(self)
-            self._state_bytes[engine].set(self._state_nbytes(optimizer.state, engine))
+            self._state_bytes[engine].set(state_nbytes(optimizer.state, engine))
             engine.ledger.end_step(self)
             engine.after_step(set(), set())
 
@@ -370,34 +374,7 @@ class OptimizerBinding:
         if is_known and not any(isinstance(value, dict | list) for value in values):  # they grow
             return
         for engine in self.engines:
-            self._state_bytes[engine].set(self._state_nbytes(state, engine))
-
-    def _state_nbytes(self, state: dict[Tensor, State], engine: Engine) -> int:
-        """Return the bytes of per-element state, once per storage, without the units' moments."""
-        counted = {
-            buffer.tensor.untyped_storage().data_ptr()
-            for unit in engine.units
-            for buffer in unit.moments.values()
-        }
-        storages: dict[int, int] = {}
-        for tensor, entry in state.items():
-            if id(tensor) in engine.by_sharded:
-                kept = [(n, v) for n, own in entry.items() for v in tree_iter(own)]  # also lists
-                for name, value in kept:
-                    is_moment = tensor.dim() == 0 and name not in NUMBERS
-                    if isinstance(value, Tensor) and (value.dim() > 0 or is_moment):
-                        local: Tensor = getattr(value, "_local_tensor", value)
-                        for part in _parts_of(local):
-                            storage = part.untyped_storage()
-                            storages[storage.data_ptr()] = storage.nbytes()
-        return sum(nbytes for start, nbytes in storages.items() if start not in counted)
-
-
-def _parts_of(state: Tensor) -> list[Tensor]:
-    """Return the tensors of which a low-bit state consists: codes and scales."""
-    if not is_traceable_wrapper_subclass(state):
-        return [state]
-    return [getattr(state, name) for name in state.__tensor_flatten__()[0]]
+            self._state_bytes[engine].set(state_nbytes(state, engine))
 
 
 def _over_ranks(alive: ref[Engine], own: Tensor) -> Tensor:

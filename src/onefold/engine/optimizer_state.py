@@ -21,8 +21,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_iter
 
 from onefold.engine.engine import Engine
+from onefold.engine.flat_groups import NUMBERS
 from onefold.engine.rules import State
 from onefold.errors import StateError
 from onefold.unit.logical import DetachedShard, LogicalTensor, dtensor_over
@@ -188,6 +191,44 @@ def stepped_state(
 def common_state(state: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return the state that belongs to no parameter: its keys are words."""
     return {key: value for key, value in dict.items(state) if not isinstance(key, Tensor)}  # type: ignore[arg-type]
+
+
+def state_nbytes(state: dict[Tensor, State], engine: Engine) -> int:
+    """Return the bytes of per-element state, once per storage, without the units' moments."""
+    counted = {
+        buffer.tensor.untyped_storage().data_ptr()
+        for unit in engine.units
+        for buffer in unit.moments.values()
+    }
+    storages: dict[int, int] = {}
+    for tensor, entry in state.items():
+        if id(tensor) not in engine.by_sharded:
+            continue
+        kept = [(n, v) for n, own in entry.items() for v in _tensors_of(own)]
+        with torch._C.DisableTorchFunctionSubclass():  # a shard would ask DTensor for its shape
+            is_number = tensor.dim() == 0
+            moments = [v for n, v in kept if v.dim() > 0 or (is_number and n not in NUMBERS)]
+        for value in moments:
+            for part in _parts_of(getattr(value, "_local_tensor", value)):
+                storage = part.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+    return sum(nbytes for start, nbytes in storages.items() if start not in counted)
+
+
+def _tensors_of(value: Any) -> list[Tensor]:
+    """Return a value of a state if it is a tensor, or the tensors in its lists."""
+    return (
+        [value]
+        if isinstance(value, Tensor)
+        else [v for v in tree_iter(value) if isinstance(v, Tensor)]
+    )
+
+
+def _parts_of(state: Tensor) -> list[Tensor]:
+    """Return the tensors of which a low-bit state consists: codes and scales."""
+    if not is_traceable_wrapper_subclass(state):
+        return [state]
+    return [getattr(state, name) for name in state.__tensor_flatten__()[0]]
 
 
 class WaitingState(defaultdict[Tensor, State]):

@@ -241,8 +241,9 @@ class MessagePlan:
         self.numels = [[stop - start for start, stop in pieces] for pieces in self.pieces]
         self.is_replicated = [slot.replicated and group.world_size > 1 for slot in slots]
         self.is_matrix = [bool(slot.fqn) and len(slot.shape) > 1 for slot in slots]
+        is_nccl, packs = group.is_nccl, group.packs  # the first asks torch for its backends
         sizes = [
-            self._size(index, slot.num_slabs, is_nccl=group.is_nccl, packs=group.packs)
+            self._size(index, slot.num_slabs, is_nccl=is_nccl, packs=packs)
             for index, slot in enumerate(slots)
         ]
         self.small, self.medium, self.large = (
