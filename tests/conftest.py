@@ -19,6 +19,7 @@ from onefold.layout import messages as layout_messages
 from onefold.planner import message_counts as messages
 from tests.support import grids
 from tests.support.budgets import Budgets, slow_tests, test_of
+from tests.support.forking import spare_collector
 
 torch.set_num_threads(1)
 
@@ -65,14 +66,8 @@ def _leave_out(config: pytest.Config, items: list[pytest.Item], left_out: Set[py
 
 
 def pytest_collection_finish() -> None:
-    """Spare the collector what imports made: it would look through all of it again and again.
-
-    It looks less often too: a step of a rank makes thousands of objects, and 8 % of the CPU seconds
-    of three files went to looking.
-    """
     gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 100)
+    spare_collector()
 
 
 @pytest.fixture

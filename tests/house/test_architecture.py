@@ -97,6 +97,7 @@ RANK_FILES = {"devices", "interfaces", "launcher", "local_ranks", "ranks", "worl
 """Files of wire/ that find or start the ranks: they read the environment."""
 
 
+@cache
 def room_of(path: Path) -> str:
     return "ranks" if path.stem in RANK_FILES else path.relative_to(SOURCE).parts[0]
 

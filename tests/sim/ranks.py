@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import gc
 import os
 import pickle
 import sys
@@ -18,7 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from tests.sim import building, device
-from tests.support.forking import HANG_S
+from tests.support.forking import HANG_S, spare_collector
 from tests.support.ranks import HANGS_AFTER, WARM
 
 
@@ -52,7 +51,7 @@ def _process(
     rank: int, world_size: int, folder: str, library: Path, backend: str | None,
     checks_races: bool, options: dict[str, Any], body: Callable[..., Any], args: Any,
 ) -> None:  # fmt: skip
-    gc.freeze()
+    spare_collector()
     os.environ |= {"OMP_NUM_THREADS": "1", "LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
     native = device.load(library, **options)

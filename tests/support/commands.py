@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
-import gc
 import logging
 import os
 import pickle
@@ -32,7 +31,7 @@ import torch.distributed.launcher.api  # with torch, most of a command's start
 from torch.distributed.elastic.multiprocessing import api as elastic
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-from tests.support.forking import HANG_S, await_ended_threads
+from tests.support.forking import HANG_S, await_ended_threads, spare_collector
 
 POLL_S = 0.02
 
@@ -274,7 +273,7 @@ def _run_python(args: Sequence[str]) -> None:
 def _be(body: Callable[[], Any], out: int, err: int) -> None:
     """Be a process that calls `body`: with signals, output and warnings of one that just began."""
     code: Any = 1
-    gc.freeze()  # see tests/support/ranks.py
+    spare_collector()
     try:
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)):

@@ -6,7 +6,6 @@ torch's threaded process group is private to torch's own tests; only this file t
 from __future__ import annotations
 
 import faulthandler
-import gc
 import os
 import sys
 import tempfile
@@ -25,11 +24,12 @@ import torch.multiprocessing as mp
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 from tests.support import meeting as meeting  # takes the place of torch's
-from tests.support.forking import HANG_S, await_ended_threads
+from tests.support.forking import HANG_S, await_ended_threads, spare_collector
 
 WARM = (
     "pytest",
     "tests.sim.counting",
+    "tests.sim.ranks",
     "tests.support.composed",
     "onefold.api",
     "onefold.checkpoint.load",
@@ -147,7 +147,7 @@ def shorten_timeout(seconds: float) -> None:
 def _process(
     rank: int, world_size: int, url: str, timeout_s: float, body: Callable[..., None], args: Any
 ) -> None:
-    gc.freeze()  # else the collector looks through, and so copies, all that the tests have left
+    spare_collector()
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     dist.init_process_group(
