@@ -7,7 +7,7 @@ Several threads call observers: the one that trains, autograd's and workers'.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import StrEnum
 from typing import Protocol
@@ -32,12 +32,27 @@ class Span(Protocol):
         ...
 
 
+class NoteSpan:
+    """A span that calls back at its end, or that nobody times."""
+
+    __slots__ = ("_note",)
+
+    def __init__(self, note: Callable[[], None] | None = None) -> None:
+        self._note = note
+
+    def end(self, nbytes: int = 0) -> None:
+        if self._note is not None:
+            self._note()
+
+
+UNTIMED = NoteSpan()
+
+
 class Observer(Protocol):
     """Hears of events as they happen. A call must be quick and may not raise."""
 
     def held(self, kind: str, tier: str, nbytes: int) -> None:
-        """So many bytes of a kind are held in a tier from now on."""
-        ...
+        """So many bytes of a kind are held in a tier from now on. By default nobody counts them."""
 
     def begin(self, stream: Stream, verb: str, unit: str) -> Span:
         """A verb begins, for a unit where it has one; any thread may end it."""

@@ -16,7 +16,7 @@ begins to train: the optimizers of a module may step one after the other.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -28,7 +28,7 @@ from onefold.engine.engine import Engine
 from onefold.engine.registry import engine_of
 from onefold.engine.watch import tensors_in
 from onefold.layout.ledger import Ledger
-from onefold.layout.observer import Span, Stream, members_of
+from onefold.layout.observer import UNTIMED, NoteSpan, Span, Stream, members_of
 from onefold.layout.row_split import RankTime, rows_of
 from onefold.recording.recorder import Recorder
 from onefold.recording.step_record import total_seconds
@@ -148,12 +148,12 @@ class RowSpeeds:
         if stream is Stream.PHASE:
             if verb != "forward" or torch.is_grad_enabled():
                 self._begin(verb)
-                return _Span(self._end_phase)
+                return NoteSpan(self._end_phase)
         elif self._recorder is not None:
             return self._recorder.begin(stream, verb, unit)
         elif stream is Stream.COMPUTE and verb == "wait" and self._since is not None:
-            return _Span(partial(self._waited, now()))
-        return _UNTIMED
+            return NoteSpan(partial(self._waited, now()))
+        return UNTIMED
 
     def _begin(self, verb: str) -> None:
         if verb == "step":
@@ -241,22 +241,6 @@ class RowSpeeds:
 
 _COMPUTES = ("forward", "backward", "recompute")
 _LABEL = "an exchange of speeds"
-
-
-class _Span:
-    """Calls back at its end; see `onefold.layout.observer.Span`."""
-
-    __slots__ = ("_note",)
-
-    def __init__(self, note: Callable[[], None] | None = None) -> None:
-        self._note = note
-
-    def end(self, nbytes: int = 0) -> None:
-        if self._note is not None:
-            self._note()
-
-
-_UNTIMED = _Span()
 
 
 def even(world_size: int) -> tuple[float, ...]:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import torch
 from torch import nn
 
 from onefold.engine.engine import Engine
 from onefold.engine.watch import tensors_in
-from onefold.layout.observer import Span, Stream, members_of
+from onefold.layout.observer import UNTIMED, NoteSpan, Observer, Span, Stream, members_of
 from onefold.recording.allocator import allocator_probe
 
 _WAITS = ("wait", "wait_step")
 """Spans of the training thread in which it waits for a message, or for a background step."""
 
 
-class Meter:
+class Meter(Observer):
     """Observes one sharded module from one reading to the next."""
 
     def __init__(self) -> None:
@@ -50,20 +51,16 @@ class Meter:
 
     # the observer
 
-    def held(self, kind: str, tier: str, nbytes: int) -> None:
-        """See `Observer.held`."""
-
     def begin(self, stream: Stream, verb: str, unit: str) -> Span:
-        """See `Observer.begin`."""
-        is_wait = stream is Stream.COMPUTE and verb in _WAITS
-        return _Wait(self) if is_wait else _UNTIMED
+        if stream is Stream.COMPUTE and verb in _WAITS:
+            return NoteSpan(partial(self._note_wait, time.perf_counter()))
+        return UNTIMED
 
-    def note(self, seconds: float) -> None:
-        """The training thread has waited."""
-        self._waited_s += seconds
+    def _note_wait(self, begun: float) -> None:
+        self._waited_s += time.perf_counter() - begun
 
 
-class PeakMeter:
+class PeakMeter(Observer):
     """Observes the highest bytes of torch's allocator in each step, read where phases begin."""
 
     def __init__(self, device: torch.device) -> None:
@@ -78,34 +75,8 @@ class PeakMeter:
 
     # the observer
 
-    def held(self, kind: str, tier: str, nbytes: int) -> None:
-        """See `Observer.held`."""
-
     def begin(self, stream: Stream, verb: str, unit: str) -> Span:
         """See `Observer.begin`: the end of forward, the end of backward, and so on."""
         if stream is Stream.PHASE and self._read is not None:
             self._highest = max(self._highest, self._read())
-        return _UNTIMED
-
-
-class _Untimed:
-    """A span that nobody times."""
-
-    def end(self, nbytes: int = 0) -> None:
-        """See `onefold.layout.observer.Span`."""
-
-
-_UNTIMED = _Untimed()
-
-
-class _Wait:
-    """A wait of the training thread."""
-
-    __slots__ = ("_begun", "_meter")
-
-    def __init__(self, meter: Meter) -> None:
-        self._meter, self._begun = meter, time.perf_counter()
-
-    def end(self, nbytes: int = 0) -> None:
-        """See `onefold.layout.observer.Span`."""
-        self._meter.note(time.perf_counter() - self._begun)
+        return UNTIMED
