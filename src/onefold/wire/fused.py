@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from onefold.tier import accelerator
+from onefold.tier.accelerator import sent
 from onefold.wire.codec import LARGEST, Codec
 from onefold.wire.kernels.compiling import SMALLEST_SCALE, TAIL
 
@@ -70,7 +70,7 @@ class Kernels:
 
         def begin() -> bool:
             plan, programs = self._plan([row.numel for row in rows], constants, device)
-            table = on_device([number for row in rows for number in row], device)
+            table = sent([number for row in rows for number in row], torch.int64, device)
             kernel = getattr(self.module, name)
             self.module.launch(kernel, programs, table, plan, *numbers, **constants)
             return True
@@ -106,14 +106,6 @@ class Kernels:
             plan = torch.tensor(programs, dtype=torch.int32).to(device)
             self._plans[key] = plan, len(programs) // 2
         return self._plans[key]
-
-
-def on_device(numbers: list[int], device: torch.device) -> Tensor:
-    """int64 [numbers] on a device; the host does not wait for the copy."""
-    made = torch.tensor(numbers, dtype=torch.int64)
-    if device.type == "cpu":
-        return made
-    return accelerator.pinned(len(numbers), torch.int64).copy_(made).to(device, non_blocking=True)
 
 
 @cache
@@ -199,7 +191,8 @@ def mean(
     if not kinds | targets <= set(DTYPES) or len(kinds) > 1 or len(targets) > 1:
         return False
     ranks, device = len(parts), target.device
-    pieces = on_device([address(part) for parts, _, _ in means for part in parts], device)
+    addresses = [address(part) for parts, _, _ in means for part in parts]
+    pieces = sent(addresses, torch.int64, device)
     rows = [
         MessageRow(0, target.numel(), index * ranks, 0, 0, address(target), is_fresh=int(is_fresh))
         for index, (_, target, is_fresh) in enumerate(means)
