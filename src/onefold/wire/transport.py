@@ -151,33 +151,30 @@ class Composed:
         """See `Transport.gather`."""
         exchange = self.exchange
         self.group.agree(("gather", cut.identity), label, full)
-        numel, finish = cut.packed_numel, None
-        if exchange.coalesces:
-            self.group.begin_one(full.device)
-        try:
+        numel = cut.packed_numel
+        if cut.medium:
+            staged = exchange.gathering.take(numel, full.dtype, full.device)
+        else:  # small regions alone are too few bytes to keep and count
+            staged = full.new_empty(numel)
+
+        def begin() -> list[Waitable]:
             works = [
                 work for index in cut.large for work in exchange.all_gather(full, cut.spans[index])
             ]
             if numel:
-                if cut.medium:
-                    staged = exchange.gathering.take(numel, full.dtype, full.device)
-                else:  # small regions alone are too few bytes to keep and count
-                    staged = full.new_empty(numel)
                 pack_own(cut, staged, full, () if own is None else own.rows)
                 works += exchange.all_gather(staged, cut.packed_spans)
+            return works
 
-                def read() -> None:
-                    unpack(full, cut, staged)
-                    if cut.medium:
-                        exchange.gathering.give([staged])
+        def read() -> None:
+            unpack(full, cut, staged)
+            if cut.medium:
+                exchange.gathering.give([staged])
 
-                finish = read
-        finally:
-            if exchange.coalesces:
-                works = [self.group.end_one(full.device)]
+        works = exchange.together(full.device, begin)
         itemsize = full.element_size()
         exchange.count("gather", cut.gather_numel * itemsize, cut.control_numel * itemsize)
-        return Ticket(self.group.track(works, label), finish, label)
+        return Ticket(self.group.track(works, label), read if numel else None, label)
 
     # reduce
 
@@ -186,23 +183,23 @@ class Composed:
         cut, label, partials = reduction.cut, reduction.label, reduction.partials
         out, fresh = reduction.out, reduction.fresh
         self.group.agree(("reduce", cut.identity), label, partials[0])
-        works: list[Waitable] = []
-        received: list[Tensor] = []
-        coalesces = self.exchange.coalesces
-        if coalesces:
-            self.group.begin_one(partials[0].device)
-        try:
-            parts = [  # by large region: every rank's partial of our piece
+        received, small = list[Tensor](), list[Tensor]()
+        parts: list[list[Tensor]] = []  # by large region: every rank's partial of our piece
+        packed = partials[0].new_empty(0)
+
+        def begin() -> list[Waitable]:
+            nonlocal packed
+            works: list[Waitable] = []
+            parts.extend(
                 self._exchange(partials[index], cut.numels[index], works, received)
                 for index in cut.large
-            ]
-            packed = self._packed(partials, cut)
-            small = (
-                self._exchange(packed, cut.packed_numels, works, received) if packed.numel() else []
             )
-        finally:
-            if coalesces:
-                works = [self.group.end_one(partials[0].device)]
+            packed = self._packed(partials, cut)
+            if packed.numel():
+                small.extend(self._exchange(packed, cut.packed_numels, works, received))
+            return works
+
+        works = self.exchange.together(partials[0].device, begin)
         itemsize = packed.element_size()
         nbytes = cut.reduce_numel * itemsize
         self.exchange.count("reduce_scatter", nbytes, cut.control_numel * itemsize)
