@@ -12,7 +12,7 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
-from onefold.errors import OnefoldError, WireError, expected
+from onefold.errors import OnefoldError, WireError
 from onefold.wire.lanes import AGREEMENT, ALL_GATHER, Lane, Lanes
 from onefold.wire.roll_call import PATIENCE_S, RollCall, Waiting
 from onefold.wire.ticket import Ticket, Waitable
@@ -121,16 +121,9 @@ class Peers:
         if roll_call.gone is not None:
             return self.broken(f"{message.label} to complete", RuntimeError(roll_call.gone))
         if waited_s > self._time_limit():
-            return WireError(self._time_is_up(message.label))
+            wanted = f"{message.label} to complete"
+            return WireError(roll_call.time_is_up(wanted, self._time_limit()))
         return None
-
-    def _time_is_up(self, label: str) -> str:
-        return expected(
-            f"{label} to complete within {self._time_limit():g} s",
-            f"ranks that are elsewhere:\n{self.roll_call.table}",
-            hint="a rank left the loop, runs other code, or is slow: onefold.shard(timeout=) "
-            "says how many seconds the others wait",
-        )
 
 
 def _is_over(work: dist.Work, limit: timedelta) -> bool:

@@ -308,6 +308,13 @@ class RollCall:
             hint=f"{hint}`if rank == 0:`, and run the same number of steps on every rank",
         )
 
+    def time_is_up(self, wanted: str, limit_s: float) -> str:
+        """The message for a rank that has waited as long as it may."""
+        got = f"ranks that are elsewhere:\n{self.table}"
+        hint = "a rank left the loop, runs other code, or is slow: onefold.shard(timeout=) says "
+        hint += "how many seconds the others wait"
+        return expected(f"{wanted} within {limit_s:g} s", got, hint=hint)
+
     def place_of(self, waiting: Waiting) -> str:
         """This rank's line of a list that says where all ranks are."""
         return f"  rank {self._rank}: {self._place(waiting)}"

@@ -142,10 +142,8 @@ class DeviceWatch:
             return WireError(f"{message.label} to complete on the device", got, hint=hint)
         if waited_s <= self._time_limit():
             return None
-        wanted = f"{message.label} to complete on the device within {self._time_limit():g} s"
-        got = f"ranks that are elsewhere:\n{roll_call.table}"
-        hint = "a rank left the loop, runs other code, or is slow: onefold.shard(timeout=) says "
-        return WireError(wanted, got, hint=f"{hint}how many seconds the others wait")
+        wanted = f"{message.label} to complete on the device"
+        return WireError(roll_call.time_is_up(wanted, self._time_limit()))
 
 
 def _watch(alive: ref[DeviceWatch], quit: threading.Event, device: torch.device) -> None:
