@@ -9,14 +9,14 @@ import pytest
 
 from onefold.engine.adam_kernel import AdamKernel
 from onefold.wire.kernels import compiling
-from onefold.wire.kernels.library import names, opened
+from onefold.wire.kernels.library import library
 
 
 def test_a_library_that_is_not_there_or_none_is_no_kernel(tmp_path):
-    assert opened(tmp_path / "nothing.so") is None
+    assert library(tmp_path / "nothing.so") is None
     text = tmp_path / "text.so"
     text.write_text("not a library")
-    assert opened(text) is None
+    assert library(text) is None
     assert AdamKernel.of(None) == []
 
 
@@ -25,9 +25,9 @@ def test_a_library_that_lacks_a_kernel_has_none_for_any_cpu(tmp_path, monkeypatc
     (tmp_path / "other.c").write_text("int other;")
     monkeypatch.setattr(compiling, "FOLDER", tmp_path)
     assert compiling.compile_library(["cc"], tmp_path / "other.so") == ""
-    found = opened(tmp_path / "other.so")
+    found = library(tmp_path / "other.so")
     assert found is not None
-    assert names(found, "adam") == []
+    assert AdamKernel.of(found) == []
 
 
 @pytest.mark.parametrize("compiler", [["no-such-compiler"], ["false"]])

@@ -19,7 +19,7 @@ from onefold.engine import adam_kernel as native
 from onefold.engine import blocked_adam as adam
 from onefold.engine.adam_kernel import AdamKernel, Flats
 from onefold.wire.kernels import compiling
-from onefold.wire.kernels.library import opened
+from onefold.wire.kernels.library import library
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import run_ranks, seeded
 from tests.support.training import Job, assert_close, assert_same_bits, run_job, train_plain
@@ -43,7 +43,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[AdamKernel]:
         pytest.skip("needs a C compiler")
     path = tmp_path_factory.mktemp("native") / "kernel.so"
     assert compiling.compile_library(["cc"], path) == ""
-    found = AdamKernel.of(opened(path))
+    found = AdamKernel.of(library(path))
     if not found:
         pytest.skip("this CPU has no fma")
     return found

@@ -15,7 +15,7 @@ from onefold.errors import WireError
 from onefold.wire import codec as codecs
 from onefold.wire.codec import codec_of, encode_with_feedback
 from onefold.wire.kernels import compiling
-from onefold.wire.kernels.library import opened
+from onefold.wire.kernels.library import library
 from onefold.wire.native import CodecKernel, Parts
 
 WORDS = ["int8", "int4", "int8+h", "int4+h"]
@@ -30,7 +30,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[CodecKernel]:
         pytest.skip("needs a C compiler")
     path = tmp_path_factory.mktemp("native") / "kernels.so"
     assert compiling.compile_library(["cc"], path) == ""
-    return CodecKernel.of(opened(path))
+    return CodecKernel.of(library(path))
 
 
 @st.composite

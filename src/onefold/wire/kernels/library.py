@@ -14,30 +14,13 @@ from typing import Any, ClassVar, Self
 from onefold.wire.kernels.compiling import library_path
 
 
-def opened(path: Path) -> ctypes.CDLL | None:
-    """A library, or None if there is none that can be loaded."""
+@cache
+def library(path: Path | None = None) -> ctypes.CDLL | None:
+    """The library at `path`, by default the one of these sources; None if none can be loaded."""
     try:
-        return ctypes.CDLL(str(path))
+        return ctypes.CDLL(str(path or library_path()))
     except OSError:
         return None
-
-
-def names(library: ctypes.CDLL, kernel: str) -> list[str]:
-    """Of the instruction sets of a kernel that this CPU runs, the fastest first."""
-    name = getattr(library, f"onefold_{kernel}_name", None)
-    if name is None:
-        return []
-    name.restype, name.argtypes = ctypes.c_char_p, [ctypes.c_int]
-    sets: list[str] = []
-    while word := name(len(sets)):
-        sets.append(word.decode())
-    return sets
-
-
-@cache
-def library() -> ctypes.CDLL | None:
-    """The one compiled from the sources that lie here, loaded at the first call."""
-    return opened(library_path())
 
 
 class Kernel:
@@ -59,9 +42,14 @@ class Kernel:
     @classmethod
     def of(cls, library: ctypes.CDLL | None) -> list[Self]:
         """Those of a library that this CPU runs, the fastest first."""
-        if library is None:
+        name = getattr(library, f"onefold_{cls.word}_name", None)
+        if library is None or name is None:
             return []
-        return [cls(library, index, name) for index, name in enumerate(names(library, cls.word))]
+        name.restype, name.argtypes = ctypes.c_char_p, [ctypes.c_int]
+        kernels: list[Self] = []
+        while word := name(len(kernels)):
+            kernels.append(cls(library, len(kernels), word.decode()))
+        return kernels
 
     @classmethod
     def fastest(cls) -> Self | None:
