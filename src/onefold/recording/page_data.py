@@ -57,8 +57,8 @@ def contents(report: RunReport, against: RunReport | None = None) -> dict[str, A
     return {
         **{name: plain[name] for name in names},
         "diagnosis": report.diagnosis,
-        "lines": [[recorded, rank_facts(line)] for (recorded, _), line in distinct.items()][::-1],
-        "views": [view_facts(view) for view in views],
+        "lines": [[recorded, _members(line)] for (recorded, _), line in distinct.items()][::-1],
+        "views": [_members(view) for view in views],
         "units": plain["units"][:MAX_UNITS],
         "num_units": len(report.units),
         "predicted": predicted_line(report),
@@ -68,14 +68,9 @@ def contents(report: RunReport, against: RunReport | None = None) -> dict[str, A
     }
 
 
-def rank_facts(line: RankLine) -> dict[str, Any]:
-    """Return the members of a line as JSON has them."""
-    return {name: getattr(line, name) for name in RankLine.__dataclass_fields__}
-
-
-def view_facts(view: StepView) -> dict[str, Any]:
-    """Return the members of a view as JSON has them."""
-    return {name: getattr(view, name) for name in StepView.__dataclass_fields__}
+def _members(record: RankLine | StepView) -> dict[str, Any]:
+    """Return the members of a line or a view as JSON has them."""
+    return {name: getattr(record, name) for name in record.__dataclass_fields__}
 
 
 def view_of(
