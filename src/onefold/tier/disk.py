@@ -23,6 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +36,8 @@ STRIPE_NBYTES = 4 << 20
 
 MAX_STRIPES = 4096
 """Stripes of an extent. Each is a mapping, and a process may have 65,530."""
+
+File = TypeVar("File", bound="BlockFile")
 
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of linux/falloc.h
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
@@ -187,13 +190,23 @@ _HINTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Stripe:
-    """Consecutive bytes of an extent on one file."""
+class Stripe(Generic[File]):
+    """Consecutive bytes of a buffer in one file."""
 
-    file: SwapFile
+    file: File
     offset: int  # in the file
-    start: int  # in the extent
+    start: int  # in the buffer
     nbytes: int
+
+
+def parts_of(
+    stripes: Sequence[Stripe[File]], first: int, nbytes: int
+) -> Iterator[tuple[File, int, slice]]:
+    """Yield each file with some of `nbytes` from byte `first`: the offset there, and which."""
+    for stripe in stripes:
+        low, high = max(first, stripe.start), min(first + nbytes, stripe.start + stripe.nbytes)
+        if low < high:
+            yield stripe.file, stripe.offset + low - stripe.start, slice(low - first, high - first)
 
 
 class Extent(Allocation):
@@ -201,7 +214,7 @@ class Extent(Allocation):
 
     __slots__ = ("__weakref__", "_itemsize", "_mapping", "_stripes")
 
-    def __init__(self, numel: int, dtype: torch.dtype, stripes: list[Stripe]) -> None:
+    def __init__(self, numel: int, dtype: torch.dtype, stripes: list[Stripe[SwapFile]]) -> None:
         self._stripes = stripes
         self._itemsize = dtype.itemsize
         self._mapping = MappedFile(stripes)
@@ -222,12 +235,8 @@ class Extent(Allocation):
     def _parts(self, start: int, flat: Tensor) -> Iterator[tuple[SwapFile, int, memoryview]]:
         """Yield the place of each part of `flat`, up to its last whole page as in every extent."""
         view, first = page_view(flat), start * self._itemsize
-        for stripe in self._stripes:
-            low = max(first, stripe.start)
-            high = min(first + len(view), stripe.start + stripe.nbytes)
-            if low < high:
-                part = view[low - first : high - first]
-                yield stripe.file, stripe.offset + low - stripe.start, part
+        for file, offset, part in parts_of(self._stripes, first, len(view)):
+            yield file, offset, view[part]
 
     def forget(self) -> None:
         self._mapping.forget()
@@ -246,7 +255,7 @@ def page_view(flat: Tensor) -> memoryview:
 class MappedFile:
     """Stripes of files, mapped one after another; unmapped with the last view."""
 
-    def __init__(self, stripes: Sequence[Stripe]) -> None:
+    def __init__(self, stripes: Sequence[Stripe[SwapFile]]) -> None:
         self.nbytes = sum(stripe.nbytes for stripe in stripes)
         libc = ctypes.CDLL(None, use_errno=True)
         self._mmap, self._munmap, self._madvise = libc.mmap, libc.munmap, libc.madvise
@@ -318,7 +327,7 @@ class DiskStore:
             file = self.files[0]
             return Extent(numel, dtype, [Stripe(file, file.extend(whole), 0, whole)])
         length = max(STRIPE_NBYTES, whole_pages(-(-whole // MAX_STRIPES)))
-        stripes: list[Stripe] = []
+        stripes: list[Stripe[SwapFile]] = []
         for start in range(0, whole, length):
             file = self.files[self._next % len(self.files)]
             self._next += 1

@@ -11,13 +11,12 @@ import ctypes
 import errno
 import mmap
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from onefold.tier.disk import BlockFile, page_view, set_direct
+from onefold.tier.disk import BlockFile, Stripe, page_view, parts_of, set_direct
 from onefold.tier.slots import SlotPool
 from onefold.tier.store import PAGE_NBYTES, Allocation, whole_pages
 
@@ -66,16 +65,6 @@ class CheckpointFile(BlockFile):
         raise self._failed(f"to write {len(source):,} bytes", error, offset, len(source))
 
 
-@dataclass(frozen=True, slots=True)
-class FilePart:
-    """Consecutive bytes of a buffer, and where they lie in a file."""
-
-    file: CheckpointFile
-    offset: int
-    start: int
-    nbytes: int
-
-
 class FileRows(Allocation):
     """One flat buffer whose parts lie in files. See `Far`."""
 
@@ -87,7 +76,7 @@ class FileRows(Allocation):
         room = mmap.mmap(-1, max(1, numel * dtype.itemsize), flags)
         super().__init__(torch.frombuffer(room, dtype=dtype, count=numel))
         self._itemsize = dtype.itemsize
-        self._parts: list[FilePart] = []
+        self._parts: list[Stripe[CheckpointFile]] = []
         self._store = store
 
     @property
@@ -97,16 +86,13 @@ class FileRows(Allocation):
     def place(self, path: Path, offset: int, start: int, numel: int) -> Tensor:
         """Say that elements from `start` lie at byte `offset` of a file; return them [numel]."""
         file, size = self._store.open(path), self._itemsize
-        self._parts.append(FilePart(file, offset, start * size, numel * size))
+        self._parts.append(Stripe(file, offset, start * size, numel * size))
         return file.show(offset, numel, self.tensor.dtype)
 
     def fetch(self, start: int, into: Tensor) -> None:
         first, flat = start * self._itemsize, into.view(torch.uint8)
-        for part in self._parts:
-            low, high = max(first, part.start), min(first + len(flat), part.start + part.nbytes)
-            if low < high:
-                at = part.offset + low - part.start
-                part.file.read_into(at, flat[low - first : high - first])
+        for file, offset, part in parts_of(self._parts, first, len(flat)):
+            file.read_into(offset, flat[part])
 
     def flush(self, start: int, source: Tensor) -> None:
         for part in self._parts[:1]:
