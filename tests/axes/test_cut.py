@@ -216,7 +216,7 @@ def test_own_bytes_are_a_third_of_the_experts_and_those_of_the_closed_form():
         step(module, optimizer, rank, batches()[0])
         assert measure(engine_of(module).recipe, onefold.report(module)).is_equal
         units = engine_of(module).units
-        return sum(p.local.numel() for u in units for p in u.parameters if p.slot.dim == 1)
+        return sum(p.local.numel() for u in units for p in u.parameters if p.slot.cut.dim == 1)
 
     held = run_ranks(WORLD, body)
     assert max(held) <= 1.05 * sum(held) / WORLD

@@ -91,7 +91,7 @@ class Run:
             entry = self.optimizer.state.get(p.sharded, {})
             held = {p.fqn: p.local, f"{p.fqn} stepped": p.stepped}
             held |= {f"{p.fqn} {key}": getattr(v, "_local_tensor", v) for key, v in entry.items()}
-            start, stop = p.slot.rows(p.unit.context.rest_rank)
+            start, stop = p.slot.cut.ranges[p.unit.context.rest_rank]
             for name, value in held.items():
                 rows = wanted[name][start:stop] if wanted[name].dim() else wanted[name]
                 assert torch.equal(value, rows), name

@@ -61,7 +61,7 @@ def test_pieces_cover_a_parameter_once_and_are_boxes_of_it(shape, world_size, we
 def test_slabs_lie_where_spans_do(shape, world_size):
     (_, slot) = Layout.build([("first", (3,)), ("second", shape)], world_size).slots
     for rank in range(world_size):
-        spans = slot.spans(rank)
+        spans = slot.cut.spans(rank)
         slabs = slot.slabs()
         starts = [slab.full_offset - slot.full_offset + slab.pieces[rank][0] for slab in slabs]
         assert starts == [start for start, _ in spans]

@@ -60,8 +60,8 @@ def test_regions_and_pieces_are_aligned_and_do_not_overlap(shape_list, world_siz
 def test_piece_shapes_hold_the_pieces(shape_list, world_size):
     for slot in layout_of(shape_list, world_size).slots:
         for rank in range(world_size):
-            assert prod(slot.piece_shape(rank)) == slot.piece_numel(rank)
-            assert slot.piece_shape(rank)[1:] == slot.shape[1:]
+            assert prod(slot.cut.piece_shape(rank)) == slot.piece_numel(rank)
+            assert slot.cut.piece_shape(rank)[1:] == slot.shape[1:]
 
 
 @given(shapes)

@@ -139,7 +139,7 @@ def old_spans(rank: int) -> dict[str, Any]:
     module = seeded(Model)
     onefold.shard(module, shares=[2, 1, 1])
     slots = [p.slot for unit in engine_of(module).units for p in unit.parameters]
-    return {slot.fqn: None if slot.replicated else slot.spans(rank) for slot in slots}
+    return {slot.fqn: None if slot.replicated else slot.cut.spans(rank) for slot in slots}
 
 
 @pytest.mark.parametrize("wire", [{"gradients": "int8", "feedback": True}, {"weights": "int8"}])

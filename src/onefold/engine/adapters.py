@@ -115,7 +115,7 @@ def _gathered_alike(members: list[UnitParameter]) -> dict[UnitParameter, Tensor]
         pieces = part[: sum(numels[rank])].split(numels[rank])
         for parameter, piece in zip(members, pieces, strict=True):
             done, flat = 0, whole[parameter].view(-1)
-            for start, stop in parameter.slot.spans(rank):
+            for start, stop in parameter.slot.cut.spans(rank):
                 flat[start:stop] = piece[done : done + stop - start]
                 done += stop - start
     return whole

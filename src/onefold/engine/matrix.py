@@ -134,16 +134,15 @@ class MatrixStep:
         numels = [[p.slot.piece_numel(rank) for p in mine] for rank in range(len(by_owner))]
         from_ranks = _exchange(unit, sent, numels)
         for i, p in enumerate(mine):
-            pieces = [
-                pieces[i].view(p.slot.piece_shape(rank)) for rank, pieces in enumerate(from_ranks)
-            ]
-            unowned[p] = torch.cat(pieces, p.slot.dim)
+            cut = p.slot.cut
+            pieces = [rows[i].view(cut.piece_shape(rank)) for rank, rows in enumerate(from_ranks)]
+            unowned[p] = torch.cat(pieces, cut.dim)
         return unowned
 
     def _return_rows(self, unit: Unit, members: list[UnitParameter]) -> None:
         rank, by_owner = unit.context.rank, self._by_owner(unit, members)
         mine = [(p.slot, self._unsharded[p].detach()) for p in by_owner[rank]]
-        sent = [[slot.own_view(t, to) for slot, t in mine] for to in range(len(by_owner))]
+        sent = [[slot.cut.own_view(t, to) for slot, t in mine] for to in range(len(by_owner))]
         numels = [[p.slot.piece_numel(rank) for p in owned] for owned in by_owner]
         for owned, pieces in zip(by_owner, _exchange(unit, sent, numels), strict=True):
             for parameter, rows in zip(owned, pieces, strict=True):

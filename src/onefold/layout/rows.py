@@ -18,10 +18,10 @@ from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING
 
-from onefold.layout.cut import Box, Cut, Range, Shares, cut_of
+from onefold.layout.cut import Cut, Range, Shares, cut_of
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 ALIGN_NUMEL = 64
 """Regions of the full buffer start at multiples of this many elements.
@@ -51,7 +51,7 @@ class Slot:
     full_offset: int
     pieces: tuple[Range, ...]  # per rank: elements of the parameter; none if it has several slabs
     shard_offsets: tuple[int, ...]  # per rank: where the piece starts in that rank's shard buffer
-    cut: Cut | None = None
+    _cut: Cut | None = None
     num_slabs: int = 1  # of the parameter
 
     @staticmethod
@@ -70,45 +70,20 @@ class Slot:
         return not self.shape
 
     @property
-    def _cut(self) -> Cut:
-        assert self.cut is not None, "a region of a message has no shape to view"
-        return self.cut
-
-    @property
-    def dim(self) -> int:
-        """The dimension that is cut."""
-        return self._cut.dim
+    def cut(self) -> Cut:
+        assert self._cut is not None, "a region of a message has no shape to view"
+        return self._cut
 
     def piece_numel(self, rank: int) -> int:
         """Elements that the rank holds."""
-        if self.cut is not None:
-            return self.cut.piece_numel(rank)
+        if self._cut is not None:
+            return self._cut.piece_numel(rank)
         start, stop = self.pieces[rank]
         return stop - start
 
-    def piece_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of the rank's piece: the parameter's, but for the dimension that is cut."""
-        return self._cut.piece_shape(rank)
-
-    def rows(self, rank: int) -> Range:
-        """[start, stop) of the dimension that is cut; (0, 1) of a replicated parameter."""
-        return self._cut.ranges[rank]
-
-    def box(self, rank: int) -> Box:
-        """Offsets and sizes of the rank's piece in the parameter."""
-        return self._cut.box(rank)
-
-    def spans(self, rank: int) -> list[Range]:
-        """The rank's elements of the parameter, a range for each slab."""
-        return self._cut.spans(rank)
-
-    def own_view(self, full: Tensor, rank: int) -> Tensor:
-        """The rank's piece of the `full` parameter [shape, or flat]: a view where it can be."""
-        return self._cut.own_view(full, rank)
-
     def slabs(self) -> list[Slot]:
         """Each contiguous part of the parameter, as a region of a message."""
-        cut = self._cut
+        cut = self.cut
         if cut.num_slabs == 1:
             return [self]
         ranks = range(len(cut.ranges))

@@ -72,14 +72,14 @@ def move(items: Sequence[Rows], context: Context, name: str) -> None:
     for item in items:
         if item.new_slot.replicated:
             continue  # every rank has them
-        old, new = item.old_slot.spans(group.rank), item.new_slot.spans(group.rank)
+        old, new = item.old_slot.cut.spans(group.rank), item.new_slot.cut.spans(group.rank)
         for at, to, numel in overlaps(old, new):
             item.after[to : to + numel].copy_(item.before[at : at + numel])
         for rank in range(group.world_size):
             if rank != group.rank:
-                for at, _, numel in overlaps(old, item.new_slot.spans(rank)):
+                for at, _, numel in overlaps(old, item.new_slot.cut.spans(rank)):
                     sent[rank].append(_bytes(item.before[at : at + numel]))
-                for _, to, numel in overlaps(item.old_slot.spans(rank), new):
+                for _, to, numel in overlaps(item.old_slot.cut.spans(rank), new):
                     targets[rank].append(_bytes(item.after[to : to + numel]))
     shapes = [[target.shape for target in row] for row in targets]
     label = f"reshare of unit {name!r} on {context.where}"

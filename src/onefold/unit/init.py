@@ -188,7 +188,7 @@ def rows_in_files(parameter: UnitParameter, rows: FileRows, values: Values | Non
             hint=f"build the module in {dtype}, or {hint}",
         )
     spans = [
-        span for span in parameter.slot.spans(parameter.spec.context.rest_rank) if local.numel()
+        span for span in parameter.slot.cut.spans(parameter.spec.context.rest_rank) if local.numel()
     ]
     if len(spans) > 1:
         raise ConfigError(

@@ -67,7 +67,7 @@ class UnitParameter(ShardedForm):
         rank = spec.context.rest_rank
         start, numel = slot.shard_offsets[rank], slot.piece_numel(rank)
         self.span = slice(start, start + numel)  # of own rows, in the unit's flat buffers
-        self.local = weight[self.span].view(slot.piece_shape(rank))
+        self.local = weight[self.span].view(slot.cut.piece_shape(rank))
 
     def recut(self, spec: UnitSpec, weight: Tensor) -> None:
         """Show other rows, which lie in `weight`. The parameter stays the same object."""

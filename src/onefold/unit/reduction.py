@@ -349,7 +349,7 @@ class OneHop:
         pairs, context = zip(which, rows, strict=True), self._spec.context
         if not context.is_sharded:  # each rank has all rows
             slots, rank = self._spec.wire.slots, context.rank
-            return [row[slice(*span)] for i, row in pairs for span in slots[i].spans(rank)]
+            return [row[slice(*span)] for i, row in pairs for span in slots[i].cut.spans(rank)]
         if not self._is_cut:
             return rows
         return [piece for i, row in pairs for piece in row.chunk(len(self._slabs[i]))]

@@ -44,7 +44,7 @@ class ShardedForm:
     def box(self) -> Box:
         """Offsets and sizes of this rank's piece in the parameter over all axes."""
         if self.model is None or self._template is None:
-            return self.slot.box(self.spec.context.rest_rank)
+            return self.slot.cut.box(self.spec.context.rest_rank)
         (chunk,) = self.wrap(self.local).__create_chunk_list__()  # type: ignore[attr-defined]
         return tuple(chunk.offsets), tuple(chunk.sizes)
 
@@ -68,9 +68,9 @@ class ShardedForm:
     def make_template(self) -> DTensor | None:
         """The DTensor that all others are shaped like; None where users see plain tensors."""
         mesh = self.spec.context.mesh
-        data = (
-            () if mesh is None else (Replicate() if self.slot.replicated else Shard(self.slot.dim),)
-        )
+        data: tuple[Placement, ...] = ()
+        if mesh is not None:
+            data = (Replicate() if self.slot.replicated else Shard(self.slot.cut.dim),)
         if self.model is None:
             return None if mesh is None else self._over(self.local, data)
         return self._over(self.local, (*self.model.placements, *data))
@@ -82,7 +82,7 @@ class ShardedForm:
 
     def own_piece(self, full: Tensor) -> Tensor:
         """This rank's piece of a tensor [all rows] that the data axis cuts."""
-        return self.slot.own_view(full, self.spec.context.rest_rank)
+        return self.slot.cut.own_view(full, self.spec.context.rest_rank)
 
     def wrap(self, local: Tensor) -> Tensor:
         """Wrap `local` [own rows] in a DTensor like the sharded parameter, if that is one."""

@@ -186,7 +186,7 @@ class TiledWeight:
         group = context.transport.group
         wanted = sorted(set[int]().union(*group.gather(mine.tolist())))
         tokens_of_all = torch.tensor(wanted, dtype=mine.dtype, device=mine.device)
-        bounds = [self.parameter.slot.rows(rank) for rank in range(context.world_size)]
+        bounds = self.parameter.slot.cut.ranges[: context.world_size]
         ends = [0, *(bisect_left(wanted, stop) for _, stop in bounds)]
         columns, first = self.num_columns, bounds[context.rank][0]
         own_rows = slice(ends[context.rank], ends[context.rank + 1])
@@ -272,9 +272,8 @@ def _tiles(parameter: UnitParameter, tile_nbytes: int) -> list[Tile]:
     """Tiles of about `tile_nbytes` in the compute dtype, each with rows of every rank."""
     spec, context, slot = parameter.spec, parameter.spec.context, parameter.slot
     columns, world_size = prod(slot.shape[1:]), context.world_size
-    ranks, itemsize = range(world_size), spec.compute_dtype.itemsize
-    height = max(1, tile_nbytes // (columns * itemsize * world_size))
-    bounds = [slot.rows(rank) for rank in ranks]
+    height = max(1, tile_nbytes // (columns * spec.compute_dtype.itemsize * world_size))
+    bounds = slot.cut.ranges[:world_size]
     tiles: list[Tile] = []
     for first in range(0, max(stop - start for start, stop in bounds), height):
         rows = tuple(

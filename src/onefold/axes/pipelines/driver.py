@@ -311,7 +311,7 @@ def _rows(copy: UnitParameter) -> Tensor:
 
 def _described(parameter: UnitParameter) -> str:
     rank = parameter.spec.context.rest_rank
-    offsets, sizes = parameter.slot.box(rank)
+    offsets, sizes = parameter.slot.cut.box(rank)
     dtype = parameter.local.dtype
     return (
         f"shape {list(parameter.slot.shape)}, rows {offsets} + {sizes} on data rank {rank}, {dtype}"
