@@ -112,4 +112,4 @@ class NodeLayout:
 
 def _part(slot: Slot, pieces: tuple[Range, ...]) -> Slot:
     """Some pieces of a parameter, as a region of a message."""
-    return replace(slot, pieces=pieces, shard_offsets=(), cut=None)
+    return Slot(slot.fqn, slot.shape, slot.full_offset, pieces, (), num_slabs=slot.num_slabs)
