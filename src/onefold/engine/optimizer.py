@@ -70,12 +70,9 @@ class OptimizerBinding:
         self._pre = optimizer.register_step_pre_hook(self.before_step)
         self._post = optimizer.register_step_post_hook(self.after_step)
         # not kept here: a cycle would keep deleted modules until the collector runs
-        OwnStates(self.parameter, self._keeper_of).register(optimizer)
+        OwnStates(self.parameter, self._strategy.keeper_of).register(optimizer)
         self.stand_innermost(optimizer)
         self.join(optimizer, engine)
-
-    def _keeper_of(self, parameter: UnitParameter) -> int | None:
-        return self._strategy.keeper_of(parameter)
 
     def join(self, optimizer: Optimizer, engine: Engine) -> None:
         """Step the parameters of one more engine as well."""

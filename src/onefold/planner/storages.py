@@ -168,7 +168,8 @@ class Storages(TorchDispatchMode):
                 self._count(tensor, func)
             return known
         out = func(*args, **kwargs)
-        inputs = _storages((args, kwargs))
+        tensors = (t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor))
+        inputs = {t.untyped_storage()._cdata for t in tensors}
         for tensor in tree_iter(out):
             if not isinstance(tensor, Tensor):
                 continue
@@ -224,11 +225,6 @@ def work_of_call(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
     draws = torch.Tag.nondeterministic_seeded in func.tags
     drawn = float(numel) if draws else 0.0
     return Work(nbytes=float(sum(moved)), drawn=drawn, num_kernels=1)
-
-
-def _storages(values: Any) -> set[int]:
-    """Return the storages of all tensors in nested arguments."""
-    return {t.untyped_storage()._cdata for t in tree_iter(values) if isinstance(t, Tensor)}
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> int:

@@ -255,11 +255,6 @@ def _swap(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
     one._swap_data_ptr_(other)  # type: ignore[attr-defined]
 
 
-def _has_swap() -> bool:
-    """True if this torch exchanges the bytes of storages; it calls that private."""
-    return getattr(torch.UntypedStorage, "_swap_data_ptr_", None) is not None
-
-
 class DeviceStore:
     """Buffers in the memory of the computing device, which may be the CPU.
 
@@ -277,7 +272,9 @@ class DeviceStore:
         self._is_read_into = is_read_into
         move = mover() if device.type == "cpu" else None
         self._pool = PagePool(move, is_read_into=is_read_into) if move else None
-        self._ring = Ring(device) if device.type != "cpu" and _has_swap() else None
+        # this torch may not exchange the bytes of storages: it calls that private
+        swaps = getattr(torch.UntypedStorage, "_swap_data_ptr_", None) is not None
+        self._ring = Ring(device) if device.type != "cpu" and swaps else None
 
     def allocate(self, numel: int, dtype: torch.dtype, *, is_brief: bool = False) -> Allocation:
         """Allocate a flat, uninitialised tensor [numel] on the device.

@@ -329,11 +329,6 @@ class StaleDTensor(Stale, DTensor):
     to_local = full_tensor = redistribute = _refuse
 
 
-def kind_of_stale(parameter: Tensor) -> Any:
-    """The class of a parameter object like this one whose values are gone."""
-    return StaleDTensor if isinstance(parameter, DTensor) else StaleParameter
-
-
 def drop_values(parameter: nn.Parameter) -> None:
     """Free the bytes of a parameter object that somebody may keep."""
     if isinstance(parameter, DTensor):
@@ -344,7 +339,8 @@ def drop_values(parameter: nn.Parameter) -> None:
 
 def invalidate(parameter: nn.Parameter, why: Callable[[], StateError]) -> None:
     """Make every later use of the object a `StateError` that says `why`."""
-    parameter.__class__ = kind_of_stale(parameter)
+    kind: Any = StaleDTensor if isinstance(parameter, DTensor) else StaleParameter
+    parameter.__class__ = kind
     setattr(parameter, "_why", why)  # noqa: B010 - the class is new, the object is not
 
 

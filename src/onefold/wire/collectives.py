@@ -90,7 +90,9 @@ class Group:
     def broadcast(self, tensor: torch.Tensor, source: int) -> Waitable:
         """Start sending `tensor` of rank `source` into `tensor` of all others, in place."""
         if self.peers is not None and tensor.device.type == "cpu":
-            return self._begin(lambda lanes: lanes.broadcast(_real(tensor), source))
+            # backends send real numbers
+            real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            return self._begin(lambda lanes: lanes.broadcast(real, source))
         return self._issue(
             lambda group: dist.broadcast(tensor, group=group, group_src=source, async_op=True),
             tensor,
@@ -241,8 +243,3 @@ class QueuedWork:
     def is_completed(self) -> bool:
         """See `Waitable.is_completed`; asks the device, without waiting."""
         return self._work.is_completed()
-
-
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """Backends send real numbers."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

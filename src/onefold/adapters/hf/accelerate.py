@@ -29,7 +29,6 @@ from onefold.adapters.hf.saving import WholeWeights
 from onefold.adapters.hf.wrap import (
     PREPARED,
     cast_outputs,
-    is_prepared,
     mark_prepared,
     run_under_autocast,
 )
@@ -130,7 +129,7 @@ def _check(accelerator: Any, model: Any, optimizer: Any) -> None:
     refuse_other_engines(accelerator)
     refuse_device_map(model)
     optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-    is_late = isinstance(model, nn.Module) and is_prepared(model)
+    is_late = isinstance(model, nn.Module) and bool(model.__dict__.get(PREPARED))
     if is_late or any(isinstance(o, AcceleratedOptimizer) for o in optimizers):
         got = f"a {type(model).__name__} or its optimizer after accelerator.prepare"
         hint = "call onefold.hf.adopt before accelerator.prepare"

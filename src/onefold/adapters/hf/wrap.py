@@ -75,11 +75,6 @@ def mark_prepared(module: nn.Module) -> nn.Module:
     return module
 
 
-def is_prepared(module: nn.Module) -> bool:
-    """True if `mark_prepared` has marked the module, or Accelerate has."""
-    return bool(module.__dict__.get(PREPARED))
-
-
 def _refuse_join(**_: object) -> None:
     """`join_hook` of the module: `torch.distributed.algorithms.Join` and Accelerate call it."""
     got = "join_uneven_inputs with a sharded module, whose ranks need each other's shards"
