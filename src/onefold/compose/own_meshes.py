@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch.distributed as dist
 
@@ -23,16 +23,6 @@ from onefold.wire.ranks import Ranks, meet_part
 
 EXPERTS = "own_experts"
 """The attribute of a module that names the experts that this rank holds: `ExpertParallel`."""
-
-
-class OnAxis(Protocol):
-    """Such a module."""
-
-    axis: Any
-
-    def connect(self, name: str, group: Group) -> None:
-        """Send tokens by this group, whose ranks have met."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -197,7 +187,7 @@ def connect_experts(tree: ModuleTree, ranks: Ranks) -> None:
     for name, part in tree.parts:
         if EXPERTS not in part.__dict__:
             continue
-        spread = cast("OnAxis", part)
+        spread: Any = part
         group: Group = spread.axis.group
         members = tuple(group.global_ranks())
         if members not in groups:

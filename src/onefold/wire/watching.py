@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 from weakref import finalize, ref
 
 import torch
@@ -27,17 +27,11 @@ from onefold.wire.lanes import Lane, PhaseNow
 from onefold.wire.roll_call import PATIENCE_S, POLL_S, RollCall, Waiting
 
 
-class Mark(Protocol):
-    """The end of a message in its stream: `accelerator.Event` fits."""
-
-    def query(self) -> bool: ...
-
-
 @dataclass(frozen=True, slots=True)
 class QueuedMessage:
     """One message that the device has yet to complete, and its place among this rank's."""
 
-    mark: Mark
+    mark: accelerator.Event  # the end of the message in its stream
     label: str
     phase: str
     number: int
@@ -94,7 +88,7 @@ class DeviceWatch:
         self._has_told = False
         self._quit: threading.Event | None = None  # None: no thread yet
 
-    def note(self, mark: Mark, label: str, device: torch.device) -> None:
+    def note(self, mark: accelerator.Event, label: str, device: torch.device) -> None:
         """A message is queued that ends with `mark`."""
         self.lane.begin()
         thread = threading.get_ident()
