@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,8 +16,6 @@ from onefold.wire import launcher
 from onefold.wire.collectives import Group
 from onefold.wire.devices import take_own_device, variable_for
 from onefold.wire.ranks import start_group, with_hosts
-
-T = TypeVar("T")
 
 TIMEOUT_S = 120
 """Seconds after which a rank without its peers gives up."""
@@ -42,13 +39,9 @@ class World:
     def world_size(self) -> int:
         return self.group.world_size
 
-    def gather(self, value: T) -> list[T]:
-        """Return the small value of every rank, in rank order. A collective."""
-        return self.group.gather(value)
-
     def mean(self, values: list[float]) -> list[float]:
         """Return the mean over ranks of each number. A collective."""
-        columns = zip(*self.gather(values), strict=True)
+        columns = zip(*self.group.gather(values), strict=True)
         return [sum(column) / self.world_size for column in columns]
 
 

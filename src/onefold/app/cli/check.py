@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
             facts = {"passes": verdict.passes, **asdict(verdict)}
             print_result(arguments, facts, verdict_lines(verdict))
         sys.stdout.flush()
-        world.gather(None)  # the launcher ends rank 0 as soon as another rank returns 1
+        world.group.gather(None)  # the launcher ends rank 0 as soon as another rank returns 1
     return 0 if verdict.passes else 1
 
 

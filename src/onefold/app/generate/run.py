@@ -227,7 +227,7 @@ def generate(
         num_units=len(engine.units),
         stay_nbytes=sum(unit.unsharded.tensor.nbytes for unit in kept),
         expected_nbytes=_streamed(loaded.recipe, module),
-        memory=world.gather(measure(loaded.recipe, report)),
+        memory=world.group.gather(measure(loaded.recipe, report)),
         notes=notes,
     )
 
@@ -313,7 +313,7 @@ def _link(loaded: Loaded, passes: Passes, world: World) -> tuple[Passes, WeightL
     """Measure the way that weights take. A collective: ranks that share a disk read together."""
     files = files_of(engine_of(loaded.module))
     if files:
-        world.gather(0)  # all ranks begin
+        world.group.gather(0)  # all ranks begin
         return passes, WeightLink("disk", disk_rate(files) if passes.nbytes else 0.0)
     passes = replace(passes, nbytes=_streamed(loaded.recipe, loaded.module))
     if passes.nbytes == 0:

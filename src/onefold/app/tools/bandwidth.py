@@ -261,7 +261,7 @@ def measure_link(world: World, ask: Ask) -> Measured:
     shape = (rows * world.world_size, ROW)
     layout = Layout.build([(str(index), shape) for index in range(NUM_REGIONS)], world.world_size)
     measured = in_rounds(
-        list(_link_rows(world, layout)), ask.seconds, lambda rounds: max(world.gather(rounds))
+        list(_link_rows(world, layout)), ask.seconds, lambda rounds: max(world.group.gather(rounds))
     )
     backend = "nccl" if world.group.is_nccl else "gloo"
     return {"target": "link", "nbytes": 4 * layout.full_numel, "threads": threads,

@@ -107,7 +107,7 @@ class _MeasuredRanks:
         """Take a measurement up to `most` times, fewer where time runs out."""
         begun, results = time.perf_counter(), list[T]()
         while len(results) < most:
-            elapsed = max(self.world.gather(time.perf_counter() - begun))
+            elapsed = max(self.world.group.gather(time.perf_counter() - begun))
             if len(results) >= LEAST and elapsed > seconds * self.patience:
                 break
             results.append(take())
@@ -121,7 +121,7 @@ class _MeasuredRanks:
 
     def mean(self, *values: float) -> list[float]:
         """Return the mean of each value over all ranks."""
-        return [fmean(column) for column in zip(*self.world.gather(values), strict=True)]
+        return [fmean(column) for column in zip(*self.world.group.gather(values), strict=True)]
 
 
 # the micro-batch
@@ -299,7 +299,7 @@ def _transfer(
     def fastest(module: nn.Module) -> tuple[float, float]:
         def take() -> tuple[float, float]:
             action = ready(module, x)
-            ranks.world.gather(0)
+            ranks.world.group.gather(0)
             wall, cpu = time.perf_counter(), time.process_time()
             action()
             return time.perf_counter() - wall, time.process_time() - cpu
@@ -329,7 +329,7 @@ def _optimizer_rate(ranks: _MeasuredRanks, precision: PrecisionChoice) -> float:
 
     def take() -> float:
         module(torch.zeros(ROW)).float().sum().backward()
-        ranks.world.gather(0)
+        ranks.world.group.gather(0)
         seconds = ranks.timed(optimizer.step)
         optimizer.zero_grad()
         return seconds

@@ -178,7 +178,7 @@ def check(model: str | None, *, steps: int, seed: int, world: World) -> Verdict:
         numel = sum(parameter.numel() for parameter in module.parameters())
         losses = reference.losses.tolist()
         verdict = Verdict(world.world_size, steps, numel, losses, verdicts, _hint(module))
-    shared = world.gather(verdict)[0]
+    shared = world.group.gather(verdict)[0]
     assert isinstance(shared, Verdict), "rank 0 has compared"
     return shared
 
@@ -274,7 +274,7 @@ def _disagreement(trained: _Trained, world: World) -> str:
         for name, weight in trained.weights.items()
         if weight.numel()
     }
-    everywhere = world.gather(own)
+    everywhere = world.group.gather(own)
     return next((name for name in own if len({digests[name] for digests in everywhere}) > 1), "")
 
 

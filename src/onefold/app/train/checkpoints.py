@@ -89,7 +89,7 @@ class Checkpoints:
         if job.checkpoint is None or not job.resume:
             return None
         has_some = any(Path(job.checkpoint).glob("step-*"))
-        if not self._world.gather(has_some)[0]:
+        if not self._world.group.gather(has_some)[0]:
             return None
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -111,7 +111,7 @@ class Checkpoints:
         job = self._job
         if job.checkpoint is None:
             return
-        number = max(self._world.gather(requests.received))
+        number = max(self._world.group.gather(requests.received))
         is_due = step == job.steps or (job.every > 0 and step % job.every == 0)
         if (is_due or number) and self._saved != step:
             self._save(step)

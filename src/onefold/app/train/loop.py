@@ -127,7 +127,7 @@ def train(job: Job, world: World, observer: TrainObserver) -> TrainResult:
         writes = job.sample and job.pp == 1 and job.cp == 1  # it is one forward a byte
         text = _sample(job, module, corpus.prompt, world.device) if writes else ""
     report = onefold.report(module)
-    memory = world.gather(trainer.memory or measure(trainer.recipe, report))
+    memory = world.group.gather(trainer.memory or measure(trainer.recipe, report))
     result = TrainResult(
         first_step=first,
         losses=meter.losses,

@@ -231,7 +231,7 @@ class RunRecorder:
         A collective.
         """
         own = [other_of(recording.step, step + 1) for step, recording in self.recordings.items()]
-        ranks = world.gather(own)
+        ranks = world.group.gather(own)
         return [step for steps in zip(*ranks, strict=True) for step in steps][1:]
 
 
@@ -243,9 +243,9 @@ def write_report(
     if job.report is None or not recorder.recordings:
         return ""
     number, recording = next(iter(recorder.recordings.items()))
-    records, others = world.gather(recording.step), recorder.others(world)
+    records, others = world.group.gather(recording.step), recorder.others(world)
     if world.rank > 0:
-        return world.gather("")[0]
+        return world.group.gather("")[0]
     own = onefold.report(recorder.module)
     sizes = {"parameters": result.num_parameters, "ranks": world.world_size}
     about = {"model": job.model, **sizes, **_about(job), "stage": own.stage}
@@ -272,7 +272,7 @@ def write_report(
         plan=None if result.predicted is None else result.predicted.as_plan(own.stage),
         stage0=result.stage0,
     )  # fmt: skip
-    return world.gather(str(write(job.report, report, records)))[0]
+    return world.group.gather(str(write(job.report, report, records)))[0]
 
 
 def _about(job: Job) -> dict[str, Fact]:
