@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,20 +17,6 @@ TEMPERATURE = 0.5
 """Below 1 prefers likely bytes; a small model is readable only well below it."""
 
 
-class Tokens(Protocol):
-    """Text as tokens. `text` is called with the tokens of one text, piece by piece."""
-
-    name: str
-
-    def of(self, text: str) -> list[int]:
-        """Return the tokens of a prompt."""
-        ...
-
-    def text(self, tokens: Sequence[int], *, is_last: bool = False) -> str:
-        """Return the text that further tokens complete; the rest of it with the last ones."""
-        ...
-
-
 class Bytes:
     """One token for each byte of UTF-8."""
 
@@ -40,11 +26,10 @@ class Bytes:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def of(self, text: str) -> list[int]:
-        """See `Tokens`."""
         return list(text.encode())
 
     def text(self, tokens: Sequence[int], *, is_last: bool = False) -> str:
-        """See `Tokens`. A token that is no byte is a replacement character."""
+        """A token that is no byte is a replacement character."""
         joined = b"".join(bytes([token]) if token < 256 else b"\xff" for token in tokens)
         return self._decoder.decode(joined, is_last)
 
@@ -60,14 +45,13 @@ class Words:
         self._shown = ""  # of their text
 
     def of(self, text: str) -> list[int]:
-        """See `Tokens`."""
         tokens: list[int] = self._tokenizer(text)["input_ids"]
         if not tokens:
             raise ConfigError("a prompt of one token", repr(text), hint="write a word")
         return tokens
 
     def text(self, tokens: Sequence[int], *, is_last: bool = False) -> str:
-        """See `Tokens`. A character may need several tokens, and a space depends on the next."""
+        """A character may need several tokens, and a space depends on the next."""
         self._waiting += tokens
         whole: str = self._tokenizer.decode(self._waiting, skip_special_tokens=True)
         if whole.endswith("\ufffd") and not is_last:
@@ -76,6 +60,11 @@ class Words:
         if whole.endswith("\n"):
             self._waiting, self._shown = [], ""
         return more
+
+
+Tokens = Bytes | Words
+"""Text as tokens. `of` returns those of a prompt. `text` is called with the tokens of one text, and
+returns what further tokens complete of it: the rest with the last ones."""
 
 
 class Streamer:
