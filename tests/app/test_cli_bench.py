@@ -59,8 +59,10 @@ def _thread_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         yield World(Group.of(dist.group.WORLD), torch.device("cpu"))
 
     def launched(argv: list[str], ranks: int) -> int:
-        ask = Ask(0.02, 2**20, 1)
-        assert run_ranks(ranks, lambda rank: bench.measure_link_as_rank(ask)[0]) == [None] * ranks
+        def as_rank(rank: int) -> object:
+            return bench.measure_as_rank(lambda world: measure_link(world, Ask(0.02, 2**20, 1)))
+
+        assert run_ranks(ranks, as_rank) == [None] * ranks
         return 0
 
     monkeypatch.setattr("onefold.wire.world.joined", joined)

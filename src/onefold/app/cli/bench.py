@@ -55,7 +55,7 @@ def add_to(commands: SubParsers) -> None:
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Measure, and print a table or JSON."""
     check_target(arguments.target, has_paths=bool(arguments.path))
-    from onefold.app.tools.bandwidth import Ask, measure_cpu, measure_disk
+    from onefold.app.tools.bandwidth import Ask, measure_cpu, measure_disk, measure_link
 
     ask = Ask(arguments.seconds, arguments.mib and arguments.mib * MIB, arguments.threads)
     code = 0
@@ -63,8 +63,10 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         measured = measure_cpu(ask)
     elif arguments.target == "disk":
         measured = measure_disk(arguments.path or [Path(tempfile.gettempdir())], ask)
+    elif is_rank():
+        measured = measure_as_rank(lambda world: measure_link(world, ask))
     else:
-        measured, code = measure_link_as_rank(ask) if is_rank() else _measure_link(ask, argv)
+        measured, code = _measure_link(ask, argv)
     if measured is not None:
         print_result(arguments, measured, as_text(measured))
     return code
@@ -90,13 +92,6 @@ def _measure_link(ask: Ask, argv: Sequence[str]) -> tuple[Measured | None, int]:
     if code or measured is None:
         return None, code or 1
     return {**measured, "rates": measured["rates"] | copies}, 0
-
-
-def measure_link_as_rank(ask: Ask) -> tuple[Measured | None, int]:
-    """Measure among the ranks of a launcher; return the result where it is to be printed."""
-    from onefold.app.tools.bandwidth import measure_link
-
-    return measure_as_rank(lambda world: measure_link(world, ask)), 0
 
 
 def as_text(measured: Measured) -> Iterator[str]:
