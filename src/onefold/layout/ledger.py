@@ -182,8 +182,7 @@ class Account:
 
     def set(self, nbytes: int) -> None:
         """Count `nbytes` from now on."""
-        before, self.nbytes = self.nbytes, nbytes
-        self._ledger.add(self._kind, self._tier, nbytes - before, is_mapped=self._is_mapped)
+        self.add(nbytes - self.nbytes)
 
     def add(self, nbytes: int) -> None:
         """Count `nbytes` more."""
