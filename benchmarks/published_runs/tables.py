@@ -241,8 +241,8 @@ def scaling() -> list[str]:
             for recipe in (flat_recipe, copies)
         )
         lines.append(
-            (f"{world:,}", f"{flat.tokens_per_s_per_rank:.0f}", f"{flat.efficiency:.2f}",
-             flat.step.bound, f"{near.tokens_per_s_per_rank:.0f}", f"{near.efficiency:.2f}",
+            (f"{world:,}", f"{flat.step.tokens_per_s / world:.0f}", f"{flat.efficiency:.2f}",
+             flat.step.bound, f"{near.step.tokens_per_s / world:.0f}", f"{near.efficiency:.2f}",
              near.step.bound)
         )  # fmt: skip
     return table(

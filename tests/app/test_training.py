@@ -31,6 +31,7 @@ from onefold.tier.host import memory_nbytes
 from onefold.wire.collectives import Group
 from onefold.wire.world import World
 from tests.support.models import Model
+from tests.support.planned import is_equal
 from tests.support.ranks import run_ranks, seeded
 
 UNSEEDED = "tests.app.test_training:unseeded_gpt"
@@ -311,7 +312,7 @@ def test_the_closed_form_is_what_the_report_counts_for_odd_shapes(world_size, st
         module(torch.zeros(2, 6, dtype=torch.long)).float().square().mean().backward()
         optimizer.step()
         memory = measure(engine_of(module).recipe, onefold.report(module))
-        assert memory.is_equal
+        assert is_equal(memory)
         return {kind: memory.now.get(kind, 0) for kind in memory.expected}, memory.expected
 
     for held, wanted in run_ranks(world_size, body):
@@ -329,7 +330,7 @@ def test_the_closed_form_of_nodes_is_what_the_report_counts(wire, stage):
         module(torch.zeros(2, 6, dtype=torch.long)).square().mean().backward()
         optimizer.step()
         report = onefold.report(module)
-        assert measure(engine_of(module).recipe, report).is_equal
+        assert is_equal(measure(engine_of(module).recipe, report))
         return report.num_shards
 
     assert run_ranks(4, body) == [{"hybrid": 4, "replicas": 2}[wire]] * 4
@@ -370,7 +371,7 @@ def test_a_run_holds_the_closed_form_and_gives_every_rank_the_same_result(
     notes, first = results[0]
     assert all(result.losses == first.losses for _, result in results)
     assert len(first.memory) == world_size
-    assert all(memory.is_equal for memory in first.memory)
+    assert all(is_equal(memory) for memory in first.memory)
     assert first.memory[0].now["weight"] == first.memory[0].expected["weight"]
     assert len(first.losses) == 3
     assert first.losses[-1] < first.losses[0]

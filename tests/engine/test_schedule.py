@@ -71,7 +71,7 @@ class Hands:
             case Verb.REDUCE:
                 assert unit not in self.flying
                 self.flying.append(unit)
-                assert len(self.flying) <= self.schedule.policy.max_in_flight
+                assert len(self.flying) <= 1
             case Verb.LAND:
                 assert self.flying.pop(0) == unit, "landed out of order"
             case Verb.FOLLOW:

@@ -25,6 +25,7 @@ from onefold.planner.trace import trace
 from onefold.planner.work import UnitWork
 from onefold.recipe import Member, Recipe
 from onefold.wire.kernels import compiling
+from tests.support.planned import most_of
 from tests.support.ranks import run_ranks, seeded
 
 SRC = Path(onefold.__file__).parent
@@ -75,7 +76,7 @@ def test_a_planned_step_widens_gradients_in_blocks_of_the_size_that_the_kernel_h
     for numel in (64, 128):
         monkeypatch.setattr(blocked_adam, "CPU_BLOCK_NUMEL", numel)
         found = forecast(traced, Recipe(stage=stage_of(1), world_size=3))
-        assert found.most_of("staging") == 4 * numel
+        assert most_of(found, "staging") == 4 * numel
 
 
 @pytest.mark.parametrize(("nodes", "local_world_size"), [(3, 1), (1, 3)])

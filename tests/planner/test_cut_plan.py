@@ -19,6 +19,7 @@ from onefold.planner.trace import trace
 from onefold.recipe import Recipe
 from onefold.recording.report import Report
 from onefold.wire_config import Wire, resolve_wire, wire_of
+from tests.support.planned import most_of
 from tests.support.ranks import run_ranks, seeded
 
 SIZES = {"small": (48, 24), "packed": (96, 96), "shared": (192, 384), "apart": (768, 768)}
@@ -84,9 +85,9 @@ def test_bytes_of_stacked_experts_are_those_of_the_plan(name, stage, wire, shape
         kind: sum(usage.peak for usage in tiers.values()) for kind, tiers in report.memory.items()
     }
     for kind in ("unsharded", "grad"):
-        assert held.get(kind, 0) == found.most_of(kind), kind
+        assert held.get(kind, 0) == most_of(found, kind), kind
     for kind in ("partial_grad", "wire"):
-        assert 0.5 * found.most_of(kind) <= held.get(kind, 0) <= found.most_of(kind), kind
+        assert 0.5 * most_of(found, kind) <= held.get(kind, 0) <= most_of(found, kind), kind
     assert report.differing() == {}, report.verdict
 
 

@@ -39,6 +39,7 @@ from onefold.recording.report import Report
 from onefold.text import format_bytes, parse_nbytes
 from tests.support.free_memory import has_free
 from tests.support.models import Model
+from tests.support.planned import most_of, peak_of
 from tests.support.ranks import run_processes, run_ranks, seeded
 
 SEQ, ROWS = 32, 3
@@ -159,10 +160,10 @@ def test_states_are_what_the_plan_says_to_the_byte_and_every_kind_peaks_where_it
         if name == "gpt" and offload != "disk":  # of tiny odd ones a flag is a share
             for kind in ("unsharded", "grad"):
                 held = sum(u.peak for u in report.memory.get(kind, {}).values())
-                assert held == pytest.approx(found.most_of(kind), rel=0.05), (kind, recipe)
+                assert held == pytest.approx(most_of(found, kind), rel=0.05), (kind, recipe)
             for kind in ("partial_grad", "wire"):  # at its most
                 held = sum(u.peak for u in report.memory.get(kind, {}).values())
-                assert held <= 1.05 * found.most_of(kind), (kind, recipe)
+                assert held <= 1.05 * most_of(found, kind), (kind, recipe)
             assert report.differing() == {}, (report.verdict, recipe)
 
 
@@ -174,7 +175,7 @@ def test_messages_that_regions_share_are_held_as_the_plan_says(world, stage):
     report = run_ranks(world, lambda rank: run("gpt", recipe))[0]
     found = predicted("gpt", recipe)
     held = sum(usage.peak for usage in report.memory["wire"].values())
-    assert 0.5 * found.most_of("wire") < held <= 1.05 * found.most_of("wire")
+    assert 0.5 * most_of(found, "wire") < held <= 1.05 * most_of(found, "wire")
     assert report.differing() == {}, report.verdict
 
 
@@ -265,7 +266,7 @@ def test_a_trace_counts_what_real_tensors_take(name, precision):
             live.ignore(tensor)
         loss_of(module(*inputs_of(name))).backward()
         peak, _ = live.take_peak()
-    assert peak == pytest.approx(found.peak, rel=0.01)
+    assert peak == pytest.approx(peak_of(found), rel=0.01)
 
 
 OPERATIONS = {
@@ -337,7 +338,7 @@ def test_recompute_keeps_less_and_computes_more():
     kept, again = build_model("tiny", SEQ), build_model("tiny", SEQ)
     again.recomputes = True
     whole, less = trace(kept, inputs_of("gpt")), trace(again, inputs_of("gpt"))
-    assert less.peak < 0.6 * whole.peak
+    assert peak_of(less) < 0.6 * peak_of(whole)
     flops = [sum(u.backward.flops for u in seen.units) for seen in (whole, less)]
     blocks = [u for u in whole.units if u.name.startswith("blocks")]
     # torch ends a recompute with the last tensor that backward needs: not with the last product
@@ -366,7 +367,7 @@ def test_traces_of_one_and_two_rows_tell_all_others():
             assert (event.kind, event.unit, event.now) == (wanted.kind, wanted.unit, wanted.now)
             assert event.peak <= 1.005 * wanted.peak
         # the most of several lines is no line: a little above what two points tell
-        assert told_so.peak == pytest.approx(direct.peak, rel=0.03)
+        assert peak_of(told_so) == pytest.approx(peak_of(direct), rel=0.03)
         assert [u.forward for u in direct.units] == [u.forward for u in told_so.units]
 
 

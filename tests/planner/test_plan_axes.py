@@ -29,6 +29,7 @@ from onefold.planner.trace import Trace, tokens_of, trace
 from onefold.planner.work import AxisMessage, ModelWork, UnitWork, Work
 from onefold.recipe import Recipe
 from tests.support.commands import onefold
+from tests.support.planned import peak_of, sent_for
 from tests.support.ranks import run_processes
 
 LAYERS, WIDTH, HEADS, SEQ, ROWS, VOCAB = 8, 64, 4, 32, 2, 256
@@ -140,7 +141,7 @@ def test_axes_of_one_rank_leave_every_plan_as_it_is():
     with_axes, without = planned(), plan(
         gpt(), cluster=Cluster(ranks=8, memory="8GiB", machine="h100-80"), seq=SEQ, batch=ROWS
     )  # fmt: skip
-    assert with_axes.wide() == without.wide()
+    assert list(with_axes.lines(is_wide=True)) == list(without.lines(is_wide=True))
     assert with_axes.as_dict() == without.as_dict()
 
 
@@ -226,7 +227,7 @@ def test_a_rank_holds_as_many_micro_batches_as_are_in_flight():
     alone, many = ranks_of("gpt", axes, 4), ranks_of("gpt", axes, 4, num_micro=8)
     for rank, (one, more) in enumerate(zip(alone, many, strict=True)):
         kept = kept_nbytes(one.events, one.units, job)
-        assert more.peak - one.peak == (4 - rank - 1) * kept
+        assert peak_of(more) - peak_of(one) == (4 - rank - 1) * kept
     assert [axes.in_flight(rank, 8) for rank in range(4)] == [4, 3, 2, 1]
     assert [axes.in_flight(rank, 2) for rank in range(4)] == [2, 2, 2, 1]
 
@@ -635,7 +636,7 @@ def test_messages_of_a_window_of_some_units_are_closed_forms():
         simulate(work, recipe, machine, run, window=each)
         for each in (frozenset(range(len(rank.units))), window, frozenset())
     ]
-    sent = [each.sent_nbytes("gather") + each.sent_nbytes("reduce") for each in steps]
+    sent = [sent_for(each, "gather") + sent_for(each, "reduce") for each in steps]
     assert sent == sorted(sent)
     assert len(set(sent)) == 3
 

@@ -28,6 +28,7 @@ from onefold.planner.trace import default_loss, tokens_of, trace
 from onefold.recipe import Recipe
 from onefold.recording.report import Report
 from tests.support.commands import onefold as command
+from tests.support.planned import most_of
 from tests.support.ranks import run_ranks, seeded
 
 SEQ, MIB = 32, 2**20
@@ -193,10 +194,10 @@ def test_states_and_messages_of_each_rank_are_those_of_a_run_with_its_share(stag
             assert report.last_step[what].sent_nbytes == found.sent.get(what, 0), (rank, what)
         for kind in ("unsharded", "grad"):
             held = sum(usage.peak for usage in report.memory.get(kind, {}).values())
-            assert held == pytest.approx(found.most_of(kind), rel=0.05), (rank, kind)
+            assert held == pytest.approx(most_of(found, kind), rel=0.05), (rank, kind)
         for kind in ("partial_grad", "wire"):
             held = sum(usage.peak for usage in report.memory.get(kind, {}).values())
-            assert held <= 1.05 * found.most_of(kind), (rank, kind)
+            assert held <= 1.05 * most_of(found, kind), (rank, kind)
 
 
 def gpt_on_cpu() -> nn.Module:

@@ -34,6 +34,7 @@ from onefold.recording.report import Report
 from onefold.text import format_bytes
 from onefold.wire_config import PRESETS, resolve_wire
 from tests.support.free_memory import has_free
+from tests.support.planned import most_of
 from tests.support.ranks import run_ranks, seeded
 
 WIDTH, ODD = 128, 37
@@ -144,9 +145,9 @@ def test_bytes_held_and_sent_are_those_of_the_plan(stage, name, shape, precision
     for kind in ("weight", "master", "optimizer", "secondary"):
         assert report.nbytes(kind) == resting(found, kind), kind
     for kind in ("secondary", "unsharded", "grad"):
-        assert held(report, kind) == found.most_of(kind), kind
+        assert held(report, kind) == most_of(found, kind), kind
     for kind in ("partial_grad", "wire"):  # at their most, were links slow
-        assert 0.5 * found.most_of(kind) <= held(report, kind) <= found.most_of(kind), kind
+        assert 0.5 * most_of(found, kind) <= held(report, kind) <= most_of(found, kind), kind
     assert report.differing() == {}, report.verdict
 
 
@@ -155,7 +156,7 @@ def test_bytes_held_and_sent_are_those_of_the_plan(stage, name, shape, precision
 def test_messages_that_regions_share_are_those_of_the_plan(name):
     recipe = recipe_of((2, 2), 3, name)
     report = run_ranks(4, run, (2, 2), recipe, name)[0]
-    most = forecast(traced(recipe.precision), recipe).most_of("wire")
+    most = most_of(forecast(traced(recipe.precision), recipe), "wire")
     assert 0.5 * most <= held(report, "wire") <= most
 
 
@@ -300,7 +301,7 @@ def test_a_name_on_one_node_is_what_shard_makes_of_it():
     )
     assert hybrid.forecast.sent == exact.forecast.sent
     assert quantized.forecast.sent_nbytes < exact.forecast.sent_nbytes / 2
-    assert hybrid.forecast.most_of("secondary") == 0
+    assert most_of(hybrid.forecast, "secondary") == 0
 
 
 def test_the_plan_on_the_page_is_what_a_plan_tells():

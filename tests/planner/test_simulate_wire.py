@@ -31,6 +31,7 @@ from onefold.recipe import Recipe
 from onefold.wire_config import PRESETS, Wire
 from tests.planner import test_simulate
 from tests.planner.test_plan_wire import CASES, recipe_of, traced
+from tests.support.planned import sent_for
 from tests.support.recipes import Way, timed, way
 
 MACHINE, NUMEL, UNITS = test_simulate.MACHINE, test_simulate.NUMEL, test_simulate.UNITS
@@ -91,7 +92,7 @@ def test_bytes_of_the_spans_are_those_of_the_forecast(stage, name):
         else:
             told = {WHATS[k][0]: n for k, n in sent.items()}
         for what, nbytes in told.items():
-            assert step.sent_nbytes(what) == pytest.approx(nbytes, rel=0.01), what
+            assert sent_for(step, what) == pytest.approx(nbytes, rel=0.01), what
 
 
 def test_two_hops_are_the_volumes_of_the_page():
@@ -104,9 +105,9 @@ def test_two_hops_are_the_volumes_of_the_page():
     for keeps, passes in wanted.items():
         run = nodes_of_8(3, nodes * near, hops(keeps), accumulate=micros)
         step = timed(test_simulate.work_of(), run, MACHINE)
-        between = step.sent_nbytes("cross") + step.sent_nbytes("second_hop")
+        between = sent_for(step, "cross") + sent_for(step, "second_hop")
         assert between * nodes * near == pytest.approx(passes * (nodes - 1) * model), keeps
-        inside = step.sent_nbytes("gather") + step.sent_nbytes("reduce")
+        inside = sent_for(step, "gather") + sent_for(step, "reduce")
         assert inside == pytest.approx(3 * micros * model * (near - 1) / near)
 
 
@@ -118,7 +119,7 @@ def test_nodes_that_keep_more_never_send_more_between_them():
         for keeps in ("gradients", "weights", False):
             run = nodes_of_8(3, 32, hops(keeps), accumulate=accumulate)
             step = timed(test_simulate.work_of(), run, slow)
-            sent.append(step.sent_nbytes("cross") + step.sent_nbytes("second_hop"))
+            sent.append(sent_for(step, "cross") + sent_for(step, "second_hop"))
             seconds.append(step.seconds)
         assert sent == sorted(sent)
         assert seconds == sorted(seconds)

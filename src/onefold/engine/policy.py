@@ -43,8 +43,6 @@ class Policy:
         gather sooner.
     is_cyclic: forwards follow one another (inference): behind the last unit comes the first one.
     cap: bytes of unsharded weights that may be alive besides the units in use; None: no limit.
-    max_in_flight: reductions that may be under way while backward computes. One hides behind the
-        next unit's compute; each further one holds another unit's gradients and receive buffer.
     has_second_hop: a collective follows the first hop of a reduction, so every rank finishes
         reductions at the same places in the order.
     sums_rest: the second hop waits for the last micro-batch.
@@ -62,7 +60,6 @@ class Policy:
     prefetches_late: bool = True
     is_cyclic: bool = False
     cap: int | None = None
-    max_in_flight: int = 1
     has_second_hop: bool = False
     sums_rest: bool = False
     keeps_second_shard: bool = False

@@ -81,7 +81,8 @@ class Reductions:
             self._start(due, out)
 
     def _start(self, unit: int, out: list[Action], *, at_once: bool = False) -> None:
-        while not at_once and len(self._in_flight) >= self._policy.max_in_flight:
+        # one hides behind the next unit's compute; a further one holds gradients and a buffer more
+        while self._in_flight and not at_once:
             self.land(out)
         if self._following == unit:  # a second reduction adds to the gradients that the first shows
             self._finish(out)

@@ -25,9 +25,8 @@ from onefold.layout.packed import Place
 TABLE_NBYTES = 1 << 20
 """Bytes of an Embedding's weight above which its rows are read, and not the whole table."""
 
-UnitKey = nn.Module | Callable[[nn.Module], bool]
 UnitChoice = Sequence[nn.Module] | Callable[[nn.Module], bool] | Mapping[Any, object] | None
-"""Blocks; or a mapping from `UnitKey`s to the mesh of each, beside the inferred blocks."""
+"""Blocks; or the mesh of each module, or of those that a function chooses, beside the others."""
 
 
 @dataclass(slots=True, eq=False)

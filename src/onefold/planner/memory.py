@@ -113,10 +113,6 @@ class Forecast:
             return {"device": self.memory_nbytes, "host": 0, "disk": disk * ranks}
         return {"device": self.peaks["device"], "host": cpu * ranks, "disk": disk * ranks}
 
-    def most_of(self, kind: str) -> int:
-        """Return the most bytes of one kind, over all tiers."""
-        return sum(nbytes for (held_kind, _), nbytes in self.most.items() if held_kind == kind)
-
 
 def forecast(
     trace: Trace, recipe: Recipe, *, accumulate: int = 1, has_timeline: bool = False,

@@ -213,10 +213,6 @@ class Plan:
     def __str__(self) -> str:
         return "\n".join(self.lines(is_wide=False))
 
-    def wide(self) -> str:
-        """Return the text of the plan with memory by kind, bytes sent and tokens/s."""
-        return "\n".join(self.lines(is_wide=True))
-
     def lines(self, *, is_wide: bool) -> Iterator[str]:
         """Yield the text of the plan, in lines and tables."""
         yield from wrapped(self._heading())

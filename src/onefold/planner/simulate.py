@@ -73,10 +73,6 @@ class StepTime:
         }
         return max(parts, key=lambda name: parts[name])
 
-    def sent_nbytes(self, what: str) -> float:
-        """Return the bytes that one rank sends in a step for a purpose: "gather", "reduce" ..."""
-        return sum(span.nbytes for span in self.spans if span.what == what)
-
 
 def simulate(
     work: ModelWork, recipe: Recipe, machine: Machine, conditions: Conditions | None = None,
@@ -142,11 +138,6 @@ class ScalePoint:
     step: StepTime
     efficiency: float
 
-    @property
-    def tokens_per_s_per_rank(self) -> float:
-        """Tokens per second of one rank."""
-        return self.step.tokens_per_s / self.world_size
-
 
 def scaling_curve(
     work: ModelWork, recipe: Recipe, machine: Machine, world_sizes: Sequence[int],
@@ -154,10 +145,12 @@ def scaling_curve(
 ) -> list[ScalePoint]:  # fmt: skip
     """Simulate weak scaling: the same micro-batch on every rank, at each world size in turn."""
     points: list[ScalePoint] = []
+    first = 0.0
     for world_size in world_sizes:
         step = simulate(work, replace(recipe, world_size=world_size), machine, conditions)
-        base = points[0].tokens_per_s_per_rank if points else step.tokens_per_s / world_size
-        points.append(ScalePoint(world_size, step, step.tokens_per_s / world_size / base))
+        speed = step.tokens_per_s / world_size  # of one rank
+        first = first or speed
+        points.append(ScalePoint(world_size, step, speed / first))
     return points
 
 

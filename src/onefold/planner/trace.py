@@ -53,11 +53,6 @@ class Trace:
         """Parameters of the model."""
         return sum(unit.numel for unit in self.units)
 
-    @property
-    def peak(self) -> int:
-        """The most bytes that torch holds besides parameters and their gradients."""
-        return max((event.peak for event in self.events), default=0)
-
     def work(self, tokens: int) -> ModelWork:
         """Return the work for the simulator; `tokens` of the micro-batch."""
         return ModelWork(self.units, tokens)

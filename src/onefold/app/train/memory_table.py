@@ -42,11 +42,6 @@ class MeasuredMemory:
         """Return the bytes of a kind at the end of the step."""
         return self.now.get(kind, 0)
 
-    @property
-    def is_equal(self) -> bool:
-        """True if every kind of resting state equals the closed form, to the byte."""
-        return all(self.held(kind) == nbytes for kind, nbytes in self.expected.items())
-
 
 def measure(recipe: Recipe, report: Report) -> MeasuredMemory:
     """Return the bytes of a rank's report compared with the closed form."""
