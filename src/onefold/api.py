@@ -106,7 +106,6 @@ def _shard(
     module: nn.Module, optimizer: object, mesh: meshes.MeshChoice, choices: Choices,
     timeout: float | timedelta | None = None,
 ) -> nn.Module:  # fmt: skip
-    """See `shard`."""
     ranks = meshes.find_and_meet(mesh, timeout)
 
     with announcing(ranks.everyone):

@@ -49,12 +49,10 @@ def together(group: Group, act: Callable[[], T]) -> T:
 
 
 def first(group: Group, act: Callable[[], T]) -> T:
-    """See `onefold.wire.together.first`."""
     return agreed.first(group, _on_disk(act), CheckpointError)
 
 
 def collect(group: Group, act: Callable[[], T], judge: Judge | None = None) -> list[T]:
-    """See `onefold.wire.together.collect`."""
     return agreed.collect(group, _on_disk(act), CheckpointError, judge)
 
 

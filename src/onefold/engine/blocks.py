@@ -150,7 +150,6 @@ class UnitStep:
                 self._tasks.append(unit.context.tiers.steppers.give(block.run))
 
     def is_completed(self) -> bool:
-        """See `ticket.Work`."""
         is_over = all(task.is_completed() for task in self._tasks)
         return is_over and all(event.query() for event in list(self.leaving.values()))
 

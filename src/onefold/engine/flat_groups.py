@@ -157,7 +157,6 @@ class FlatStep:
         return {k: v.as_subclass(rows) if flat.is_flat(v) else v for k, v in flat.state.items()}
 
     def take_over(self, flats: Sequence[Tensor]) -> None:
-        """See `OptimizerBinding.take_over`."""
         self._own += flats
 
     def begin(self, unit: Unit, members: list[list[UnitParameter]], rules: Sequence[Rule]) -> None:

@@ -178,14 +178,12 @@ class Recorder:
     # the observer
 
     def held(self, kind: str, tier: str, nbytes: int) -> None:
-        """See `Observer.held`."""
         self._bytes.append((self._clock(), str(kind), tier, nbytes))
         is_due = self._clock() - self._probed_at > PROBE_INTERVAL_S
         if is_due and (self._base is not None or get_ident() == self._training_thread):
             self._record_torch()
 
     def begin(self, stream: Stream, verb: str, unit: str) -> _OpenSpan:
-        """See `Observer.begin`."""
         if stream in _PROBED:
             self._record_torch()
         return _OpenSpan(self, stream, verb, unit)

@@ -243,7 +243,6 @@ class HostScratch:
         self._area = Area(self.name, ledger, kind)
 
     def take(self, nbytes: int) -> Lease:
-        """See `DiskScratch.take`."""
         full = whole_pages(nbytes)
         return self._area.take_or_grow(full, 0, lambda: self._grow(full))
 
@@ -259,12 +258,10 @@ class HostScratch:
         return StreamCopy(self._stream, self._bytes(lease, at, len(source)), source, source, then)
 
     def read(self, lease: Lease, nbytes: int) -> tuple[Tensor, StreamCopy]:
-        """See `DiskScratch.read`."""
         into = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         return into, self.read_into(lease, into)
 
     def read_into(self, lease: Lease, into: Tensor, at: int = 0) -> StreamCopy:
-        """See `DiskScratch.read_into`."""
         return StreamCopy(self._stream, into, self._bytes(lease, at, len(into)), into)
 
     def _bytes(self, lease: Lease, at: int, nbytes: int) -> Tensor:

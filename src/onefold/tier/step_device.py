@@ -129,7 +129,6 @@ class DeviceStep(_Lane):
         self.places = Semaphore(NUM_STREAMS)
 
     def is_at(self, tensor: Tensor, tier: str) -> bool:
-        """See `HostStep.is_at`."""
         return tier == "device"
 
     def reserve(self, nbytes: int) -> None:
@@ -138,7 +137,6 @@ class DeviceStep(_Lane):
 
     @contextmanager
     def lend(self, nbytes: int, *, fills_by_host: bool) -> Iterator[Room]:
-        """See `HostStep.lend`."""
         with self.places, self._slots.lend(nbytes) as slot:
             yield slot
 

@@ -237,7 +237,6 @@ class QueuedWork:
         self._work = work
 
     def wait(self) -> object:
-        """See `Waitable.wait`."""
         return self._work.wait()
 
     def is_completed(self) -> bool:

@@ -155,21 +155,17 @@ class Lanes:
         return self.all[_CONNECTIONS[self._now.name]]
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> dist.Work:
-        """See `Group.broadcast`."""
         return self.now.begin().broadcast([tensor], self._roots[source])
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> dist.Work:
-        """See `Group.all_gather`."""
         return self.now.begin()._allgather_base(out, shard, ALL_GATHER)
 
     def all_to_all(
         self, out: torch.Tensor, sent: torch.Tensor, numels_out: list[int], numels_sent: list[int]
     ) -> dist.Work:
-        """See `Group.all_to_all`."""
         return self.now.begin().alltoall_base(out, sent, numels_out, numels_sent, ALL_TO_ALL)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> dist.Work:
-        """See `Group.all_reduce_max`."""
         options = AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
         return self.now.begin().allreduce([tensor], options)

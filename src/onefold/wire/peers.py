@@ -166,7 +166,6 @@ class Message:
             raise
 
     def is_completed(self) -> bool:
-        """See `Waitable.is_completed`."""
         return all(work.is_completed() for work in self.works)
 
     @property

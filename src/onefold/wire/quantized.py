@@ -171,7 +171,6 @@ class Quantized:
         return Ticket(self.group.track([work], label), average, label)
 
     def rest(self) -> None:
-        """See `Transport.rest`."""
         self._exchange.rest()
 
     def _pack(self, reduction: Reduction, messages: QuantizedMessages, sent: Tensor) -> None:

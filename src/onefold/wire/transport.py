@@ -148,7 +148,6 @@ class Composed:
     def gather(
         self, full: Tensor, cut: MessageLayout, label: str, own: SendRows | None = None
     ) -> Ticket:
-        """See `Transport.gather`."""
         exchange = self.exchange
         self.group.agree(("gather", cut.identity), label, full)
         numel = cut.packed_numel
@@ -179,7 +178,6 @@ class Composed:
     # reduce
 
     def reduce_scatter(self, reduction: Reduction) -> Ticket:
-        """See `Transport.reduce_scatter`."""
         cut, label, partials = reduction.cut, reduction.label, reduction.partials
         out, fresh = reduction.out, reduction.fresh
         self.group.agree(("reduce", cut.identity), label, partials[0])
@@ -222,7 +220,6 @@ class Composed:
         return Ticket(self.group.track(works, label), average, label)
 
     def rest(self) -> None:
-        """See `Transport.rest`."""
         self.exchange.rest()
 
     def _exchange(

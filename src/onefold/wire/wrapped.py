@@ -41,16 +41,13 @@ class Wrapped(ABC):
     def gather(
         self, full: Tensor, cut: MessageLayout, label: str, own: SendRows | None = None
     ) -> Ticket:
-        """See `Transport.gather`."""
         return self.wrap("gather", cut.name, partial(self.inner.gather, full, cut, label, own))
 
     def reduce_scatter(self, reduction: Reduction) -> Ticket:
-        """See `Transport.reduce_scatter`."""
         start = partial(self.inner.reduce_scatter, reduction)
         return self.wrap("reduce_scatter", reduction.cut.name, start)
 
     def rest(self) -> None:
-        """See `Transport.rest`."""
         self.inner.rest()
 
 
@@ -69,7 +66,6 @@ class Timed(Wrapped):
         self._is_queued = is_queued
 
     def wrap(self, collective: str, unit: str, start: Callable[[], Ticket]) -> Ticket:
-        """See `Wrapped.wrap`."""
         observer = self._ledger.observer
         if observer is None:
             return start()
@@ -125,7 +121,6 @@ class _Awaited:
         self._verb = verb
 
     def wait(self) -> None:
-        """See `Waitable.wait`."""
         with watched(self._observer, Stream.COMPUTE, "wait", self._unit), suppress(RuntimeError):
             for work in self._ticket.works:  # an error comes again below, with its label
                 work.wait()
@@ -134,7 +129,6 @@ class _Awaited:
             self._ticket.wait()
 
     def is_completed(self) -> bool:
-        """See `Waitable.is_completed`."""
         return self._ticket.done
 
 
@@ -152,7 +146,6 @@ class Streamed(Wrapped):
         self._streams = {name: accelerator.new(device) for name in ("gather", "reduce_scatter")}
 
     def wrap(self, collective: str, unit: str, start: Callable[[], Ticket]) -> Ticket:
-        """See `Wrapped.wrap`."""
         stream, watch = self._streams[collective], self.group.watch
         if watch is not None:
             watch.check()
@@ -174,7 +167,6 @@ class _Queued:
         self._kept = kept  # tensors of compute's stream, whose memory it would reuse meanwhile
 
     def wait(self) -> None:
-        """See `Waitable.wait`."""
         accelerator.wait(self._event, self._device)
         self._kept = None
 
