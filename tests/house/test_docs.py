@@ -316,15 +316,20 @@ def is_text(node: ast.expr) -> bool:
 def messages_of_the_source() -> list[str]:
     found = []
     for path in (ROOT / "src" / "onefold").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        named: dict[str, str] = {}  # the latest text of each name, such as `wanted` and `got`
+        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if hasattr(node, "lineno")]
+        for node in sorted(nodes, key=lambda node: node.lineno):
             if isinstance(node, ast.Constant | ast.JoinedStr):
                 found.append(template(node))
-            elif isinstance(node, ast.Call) and node.args and is_text(node.args[0]):
+            elif isinstance(node, ast.Call) and node.args:
                 # of `expected` and of functions that raise through it: what, then what came
-                told = [template(each) for each in node.args[:2]]
-                found.append("expected " + ", got ".join(told))
-            elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "wanted":
-                found.append("expected " + template(node.value))
+                told = [named.get(ast.unparse(each), template(each)) for each in node.args[:2]]
+                if is_text(node.args[0]) or ast.unparse(node.args[0]) == "wanted":
+                    found.append("expected " + ", got ".join(told))
+            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                named[node.targets[0].id] = template(node.value)
+            elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+                named[node.target.id] = named.get(node.target.id, "…") + template(node.value)
     return found
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from onefold.errors import OnefoldError, WireError
 from onefold.wire.lanes import AGREEMENT, ALL_GATHER, Lane, Lanes
-from onefold.wire.roll_call import PATIENCE_S, RollCall, Waiting
+from onefold.wire.roll_call import PATIENCE_S, RollCall, Waiting, time_is_up
 from onefold.wire.ticket import Ticket, Waitable
 
 _PATIENCE = timedelta(seconds=PATIENCE_S)
@@ -122,7 +122,7 @@ class Peers:
             return self.broken(f"{message.label} to complete", RuntimeError(roll_call.gone))
         if waited_s > self._time_limit():
             wanted = f"{message.label} to complete"
-            return WireError(roll_call.time_is_up(wanted, self._time_limit()))
+            return WireError(time_is_up(wanted, self._time_limit(), roll_call.table))
         return None
 
 

@@ -308,13 +308,6 @@ class RollCall:
             hint=f"{hint}`if rank == 0:`, and run the same number of steps on every rank",
         )
 
-    def time_is_up(self, wanted: str, limit_s: float) -> str:
-        """The message for a rank that has waited as long as it may."""
-        got = f"ranks that are elsewhere:\n{self.table}"
-        hint = "a rank left the loop, runs other code, or is slow: onefold.shard(timeout=) says "
-        hint += "how many seconds the others wait"
-        return expected(f"{wanted} within {limit_s:g} s", got, hint=hint)
-
     def place_of(self, waiting: Waiting) -> str:
         """This rank's line of a list that says where all ranks are."""
         return f"  rank {self._rank}: {self._place(waiting)}"
@@ -323,6 +316,14 @@ class RollCall:
         frame = sys._current_frames().get(waiting.thread)
         label = waiting.label.removesuffix(f" on rank {self._rank}")
         return f"{describe(waiting.phase, label, frame)}{place_in(frame)}"
+
+
+def time_is_up(wanted: str, limit_s: float, table: str) -> str:
+    """The message for a rank that has waited as long as it may; `table`: of `RollCall`."""
+    hint = "a rank left the loop, runs other code, or is slow: onefold.shard(timeout=) says "
+    hint += "how many seconds the others wait"
+    got = f"ranks that are elsewhere:\n{table}"
+    return expected(f"{wanted} within {limit_s:g} s", got, hint=hint)
 
 
 def _why_it_ends() -> str:

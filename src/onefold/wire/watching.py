@@ -24,7 +24,7 @@ import torch.distributed as dist
 from onefold.errors import OnefoldError, WireError
 from onefold.tier import accelerator
 from onefold.wire.lanes import Lane, PhaseNow
-from onefold.wire.roll_call import PATIENCE_S, POLL_S, RollCall, Waiting
+from onefold.wire.roll_call import PATIENCE_S, POLL_S, RollCall, Waiting, time_is_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class DeviceWatch:
         if waited_s <= self._time_limit():
             return None
         wanted = f"{message.label} to complete on the device"
-        return WireError(roll_call.time_is_up(wanted, self._time_limit()))
+        return WireError(time_is_up(wanted, self._time_limit(), roll_call.table))
 
 
 def _watch(alive: ref[DeviceWatch], quit: threading.Event, device: torch.device) -> None:
