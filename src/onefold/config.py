@@ -59,12 +59,9 @@ def stage_of(number: object) -> Stage:
     """Return the row of the stage table, or raise `ConfigError`."""
     if isinstance(number, int) and not isinstance(number, bool) and number in STAGES:
         return STAGES[number]
-    raise ConfigError(
-        'stage to be 0, 1, 2, 3 or "auto"',
-        repr(number),
-        hint="0 replicates everything, 1 shards the optimizer, 2 also gradients, "
-        '3 also parameters; "auto" is the lowest that fits',
-    )
+    hint = "0 replicates everything, 1 shards the optimizer, 2 also gradients, "
+    hint += '3 also parameters; "auto" is the lowest that fits'
+    raise ConfigError('stage to be 0, 1, 2, 3 or "auto"', repr(number), hint=hint)
 
 
 def value_of(choice: object, kind: type[T], known: Mapping[str, T], name: str, hint: str) -> T:

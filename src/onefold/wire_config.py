@@ -78,12 +78,10 @@ class Wire:
             hint = 'Wire(gradients="int8", feedback=True)'
             raise ConfigError(wanted, f"Wire.gradients={self.gradients!r}", hint=hint)
         if self.secondary not in (None, False, True, *SECONDARY):
-            raise ConfigError(
-                f"Wire.secondary to be None, False, True or one of "
-                f"{', '.join(map(repr, SECONDARY))}",
-                repr(self.secondary),
-                hint=nearest_word(self.secondary, SECONDARY) or "None: as the mesh suggests",
-            )
+            wanted = "Wire.secondary to be None, False, True or one of "
+            wanted += f"{', '.join(map(repr, SECONDARY))}"
+            hint = nearest_word(self.secondary, SECONDARY) or "None: as the mesh suggests"
+            raise ConfigError(wanted, repr(self.secondary), hint=hint)
 
     @property
     def weights_inside(self) -> WeightCodec:
@@ -179,12 +177,10 @@ def resolve_wire(
 def check_wire(wire: Wire, stage: Stage, offload: Offload, *, has_axes: bool) -> None:
     """Raise `ConfigError` for a wire that would mean nothing at this stage or on this mesh."""
     if wire.rounds_gradients and offload.step_in_backward:
-        raise ConfigError(
-            "exact gradients where units step inside backward: a step by others may have to "
-            "be skipped, once all are known",
-            f"Wire.gradients={wire.gradients!r} with Offload.step_in_backward",
-            hint='gradients="exact", or step_in_backward=False',
-        )
+        wanted = "exact gradients where units step inside backward: a step by others may have to "
+        wanted += "be skipped, once all are known"
+        got = f"Wire.gradients={wire.gradients!r} with Offload.step_in_backward"
+        raise ConfigError(wanted, got, hint='gradients="exact", or step_in_backward=False')
     if wire.secondary == "optimizer" and offload.tile is not None:
         got = f"Offload.tile={offload.tile} with secondary='optimizer'"
         hint = 'secondary="gradients" has the same traffic between nodes'
@@ -201,12 +197,10 @@ def check_wire(wire: Wire, stage: Stage, offload: Offload, *, has_axes: bool) ->
 
 def _check_one_axis(wire: Wire, *, is_whole: bool) -> None:
     if wire.secondary:
-        raise ConfigError(
-            "a mesh of two axes (nodes, ranks of a node) for Wire.secondary",
-            f"secondary={wire.secondary!r} on one axis",
-            hint="mesh=init_device_mesh(device, (nodes, ranks)), or start one process a "
-            "GPU by torchrun on several machines",
-        )
+        wanted = "a mesh of two axes (nodes, ranks of a node) for Wire.secondary"
+        hint = "mesh=init_device_mesh(device, (nodes, ranks)), or start one process a "
+        hint += "GPU by torchrun on several machines"
+        raise ConfigError(wanted, f"secondary={wire.secondary!r} on one axis", hint=hint)
     if wire.weights_between.endswith(DIFFERENCE) and not is_whole:
         got = f"Wire.weights={wire.weights_between!r} at stage 3 on one axis"
         hint = "stage=2, or a mesh of two axes, where each node keeps a secondary shard"

@@ -264,12 +264,10 @@ def distribute(model: nn.Module, mesh: DeviceMesh | dist.ProcessGroup) -> list[E
                 spread.append(ExpertParallel(child, mesh))
                 setattr(part, name, spread[-1])
     if not spread:
-        raise ConfigError(
-            "a model with stacked experts: modules with `num_experts`, called with hidden "
-            "states, indices and weights",
-            f"a {type(model).__name__} without any",
-            hint="wrap the experts of your own blocks in onefold.experts.ExpertParallel",
-        )
+        wanted = "a model with stacked experts: modules with `num_experts`, called with hidden "
+        wanted += "states, indices and weights"
+        hint = "wrap the experts of your own blocks in onefold.experts.ExpertParallel"
+        raise ConfigError(wanted, f"a {type(model).__name__} without any", hint=hint)
     return spread
 
 
@@ -288,12 +286,10 @@ def _are_experts(module: nn.Module) -> bool:
 
 def _num_experts(experts: nn.Module) -> int:
     if not _are_experts(experts):
-        raise ConfigError(
-            "experts with `num_experts` and a row for each expert in every parameter, or a "
-            "ModuleList of equal experts",
-            f"a {type(experts).__name__}",
-            hint="forward takes hidden states, the indices and the weights of chosen experts",
-        )
+        wanted = "experts with `num_experts` and a row for each expert in every parameter, or a "
+        wanted += "ModuleList of equal experts"
+        hint = "forward takes hidden states, the indices and the weights of chosen experts"
+        raise ConfigError(wanted, f"a {type(experts).__name__}", hint=hint)
     return experts.num_experts  # type: ignore[return-value]
 
 

@@ -84,11 +84,8 @@ def poll(find: Callable[[], dict[str, Any] | None], what: str) -> dict[str, Any]
         waited = time.monotonic() - start
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
-    raise CheckpointError(
-        f"{what} within {waited:.0f} s",
-        "nothing",
-        hint="a rank died or its disk hangs; look for the first error among the other ranks",
-    )
+    hint = "a rank died or its disk hangs; look for the first error among the other ranks"
+    raise CheckpointError(f"{what} within {waited:.0f} s", "nothing", hint=hint)
 
 
 def _script_runs() -> bool:

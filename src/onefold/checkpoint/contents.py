@@ -89,11 +89,9 @@ def check_readable(state: object, name: str = "") -> None:
     except NOT_OF_BYTES:
         raise
     except Exception as error:
-        raise CheckpointError(
-            f"{name!r} to hold values that can be saved",
-            f"{type(error).__name__}: {error}",
-            hint="pass tensors, numbers, strings, lists, dicts, or objects with state_dict()",
-        ) from error
+        wanted = f"{name!r} to hold values that can be saved"
+        hint = "pass tensors, numbers, strings, lists, dicts, or objects with state_dict()"
+        raise CheckpointError(wanted, f"{type(error).__name__}: {error}", hint=hint) from error
     read_object(written.getvalue(), name)
 
 
@@ -176,12 +174,10 @@ class Contents:
         check_readable(state)
         own_extra = plain(extra)
         if any(isinstance(value, DTensor) for value in tree_iter(own_extra)):
-            raise CheckpointError(
-                "extra to hold values of this rank alone",
-                "a shard of a tensor (DTensor)",
-                hint="averages of onefold.ema are saved with the module; full_tensor() makes a "
-                "plain tensor of another shard",
-            )
+            got = "a shard of a tensor (DTensor)"
+            hint = "averages of onefold.ema are saved with the module; full_tensor() makes a "
+            hint += "plain tensor of another shard"
+            raise CheckpointError("extra to hold values of this rank alone", got, hint=hint)
         own = {"extra": own_extra, "random": random_states(first.engine), "buffers": {}}
         own["modules"] = [_rank_state(model) for model in models]
         check_readable((own,), "extra")  # a tuple is checked as one object
@@ -224,11 +220,9 @@ def _merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     whole: dict[str, Any] = {}
     for state in states:
         if GRAD in state or PARTIAL in state:
-            raise CheckpointError(
-                "a pipeline that is saved between steps",
-                "gradients that no optimizer has stepped",
-                hint="call optimizer.step() and zero_grad() first",
-            )
+            got = "gradients that no optimizer has stepped"
+            hint = "call optimizer.step() and zero_grad() first"
+            raise CheckpointError("a pipeline that is saved between steps", got, hint=hint)
         for kind in (MODEL, MASTER):
             own, new = whole.setdefault(kind, {}), state.get(kind, {})
             twice = own.keys() & new.keys()

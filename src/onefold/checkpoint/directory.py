@@ -48,11 +48,9 @@ class Draft:
     def check(self) -> None:
         """Raise `CheckpointError` if the target exists."""
         if os.path.lexists(self.target):
-            raise CheckpointError(
-                f"{str(self.target)!r} not to exist yet",
-                "a file or folder of that name",
-                hint="a checkpoint is never overwritten: save under a new name, or delete it",
-            )
+            got = "a file or folder of that name"
+            hint = "a checkpoint is never overwritten: save under a new name, or delete it"
+            raise CheckpointError(f"{str(self.target)!r} not to exist yet", got, hint=hint)
 
     def begin(self, nbytes: int = 0) -> None:
         """Create the folder, after deleting the folder of a save that was killed.
@@ -63,20 +61,16 @@ class Draft:
         try:
             self.target.parent.mkdir(parents=True, exist_ok=True)
             if self.folder.exists() and not _remove_unlocked(self.folder):
-                raise CheckpointError(
-                    f"nobody to be writing {str(self.target)!r}",
-                    "a save of that name that goes on",
-                    hint="wait for its ticket, or save under another name",
-                )
+                got = "a save of that name that goes on"
+                hint = "wait for its ticket, or save under another name"
+                raise CheckpointError(f"nobody to be writing {str(self.target)!r}", got, hint=hint)
             room = os.statvfs(self.target.parent)
             free = room.f_bavail * room.f_frsize
             if free < nbytes:
-                raise CheckpointError(
-                    f"{nbytes:,} free bytes for checkpoint {str(self.target)!r}",
-                    f"{free:,}",
-                    hint="delete something, save with keep=, or save to another disk; "
-                    "checkpoints that are complete are untouched",
-                )
+                wanted = f"{nbytes:,} free bytes for checkpoint {str(self.target)!r}"
+                hint = "delete something, save with keep=, or save to another disk; "
+                hint += "checkpoints that are complete are untouched"
+                raise CheckpointError(wanted, f"{free:,}", hint=hint)
             self.folder.mkdir()
             self._lock = os.open(self.folder, os.O_RDONLY)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -220,11 +214,9 @@ def _sync(path: Path) -> None:
 
 
 def _none(directory: Path, got: str) -> CheckpointError:
-    return CheckpointError(
-        f"a checkpoint, or a directory of checkpoints, at {str(directory)!r}",
-        got,
-        hint="pass the directory that onefold.save wrote, or its parent",
-    )
+    wanted = f"a checkpoint, or a directory of checkpoints, at {str(directory)!r}"
+    hint = "pass the directory that onefold.save wrote, or its parent"
+    return CheckpointError(wanted, got, hint=hint)
 
 
 MANIFEST = "manifest.json"
@@ -286,11 +278,9 @@ def read_manifest(folder: Path) -> Manifest:
         nbytes_of(path)
         text = path.read_bytes().decode()
     except FileNotFoundError:
-        raise CheckpointError(
-            f"file {MANIFEST!r} in checkpoint {str(folder)!r}",
-            "no such file: its save did not finish, or the file was deleted",
-            hint="load an earlier checkpoint",
-        ) from None
+        wanted = f"file {MANIFEST!r} in checkpoint {str(folder)!r}"
+        got = "no such file: its save did not finish, or the file was deleted"
+        raise CheckpointError(wanted, got, hint="load an earlier checkpoint") from None
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(what, error, hint=LOAD_ANOTHER) from error
     head, _, rest = text.partition("\n")
@@ -300,11 +290,9 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         fields = json.loads(body)
         if type(fields["format"]) is int and fields["format"] > FORMAT:
-            raise CheckpointError(
-                f"a checkpoint of format {FORMAT} or older",
-                f"format {fields['format']}, saved by {fields['versions']}",
-                hint="install that version of onefold",
-            )
+            got = f"format {fields['format']}, saved by {fields['versions']}"
+            hint = "install that version of onefold"
+            raise CheckpointError(f"a checkpoint of format {FORMAT} or older", got, hint=hint)
         return _checked(fields)
     except NOT_OF_BYTES:
         raise

@@ -65,11 +65,9 @@ def export(
     """
     saved = _open(Path(source))
     if saved.manifest is None:
-        raise CheckpointError(
-            f"a checkpoint of onefold.save at {str(saved.path)!r}",
-            "one without manifest.json",
-            hint="torch.distributed.checkpoint.format_utils.dcp_to_torch_save converts others",
-        )
+        wanted = f"a checkpoint of onefold.save at {str(saved.path)!r}"
+        hint = "torch.distributed.checkpoint.format_utils.dcp_to_torch_save converts others"
+        raise CheckpointError(wanted, "one without manifest.json", hint=hint)
     weights = dict(_weights(saved, dtype))
     outputs = safetensors.plan_outputs(weights.values(), max_shard_nbytes)
     draft = Draft(Path(os.path.abspath(target)))

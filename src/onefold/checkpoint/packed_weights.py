@@ -79,8 +79,6 @@ def refuse_quantized(
     for parameter in parameters:
         if parameter.decoded is not None and parameter.decoded.is_multiplied >= are_kernels:
             argument = "rest=" if parameter.decoded.is_multiplied else "Precision(frozen=)"
-            raise CheckpointError(
-                f"parameter {parameter.fqn!r} to be a plain tensor, or packed by bitsandbytes",
-                f"one that {argument} has quantized",
-                hint=f"{hint}, which decodes it",
-            )
+            wanted = f"parameter {parameter.fqn!r} to be a plain tensor, or packed by bitsandbytes"
+            got = f"one that {argument} has quantized"
+            raise CheckpointError(wanted, got, hint=f"{hint}, which decodes it")

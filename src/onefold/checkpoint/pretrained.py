@@ -194,12 +194,10 @@ def _refuse_packed(module: nn.Module) -> None:
     """Raise `CheckpointError` for a quantized module that is not sharded yet."""
     for name, parameter in module.named_parameters():
         if packed.is_packed(parameter):
-            raise CheckpointError(
-                f"parameter {name!r} to be a plain tensor, or sharded",
-                f"a {type(parameter).__name__}",
-                hint="quantized weights have their values when from_pretrained returns; to load "
-                "others, call onefold.load_pretrained after onefold.shard",
-            )
+            wanted = f"parameter {name!r} to be a plain tensor, or sharded"
+            hint = "quantized weights have their values when from_pretrained returns; to load "
+            hint += "others, call onefold.load_pretrained after onefold.shard"
+            raise CheckpointError(wanted, f"a {type(parameter).__name__}", hint=hint)
 
 
 @torch.no_grad()
@@ -312,12 +310,9 @@ def full_state_dict(
     module = uncompiled(module)
     engine = engine_of(module)
     if engine.is_unsharded:
-        raise StateError(
-            "full_state_dict outside of onefold.unsharded",
-            "a call inside it",
-            where=f"rank {engine.group.rank}",
-            hint="inside, module.state_dict() has plain tensors already",
-        )
+        wanted = "full_state_dict outside of onefold.unsharded"
+        hint = "inside, module.state_dict() has plain tensors already"
+        raise StateError(wanted, "a call inside it", where=f"rank {engine.group.rank}", hint=hint)
     shown = module.state_dict(keep_vars=True)  # without values that hooks would put in place
     everyone = engine.context.everyone
     everyone.gather(len(shown))  # a rank that is elsewhere is named here, not inside torch

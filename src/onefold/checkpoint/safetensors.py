@@ -241,11 +241,8 @@ def _reading(path: Path) -> Iterator[None]:
     except NOT_OF_BYTES:
         raise
     except Exception as error:  # the class of safetensors' own error cannot be imported
-        raise CheckpointError(
-            f"file {path.name!r} of {str(path.parent)!r} to be in the safetensors format",
-            str(error)[:200],
-            hint="download or save it again",
-        ) from error
+        wanted = f"file {path.name!r} of {str(path.parent)!r} to be in the safetensors format"
+        raise CheckpointError(wanted, str(error)[:200], hint="download or save it again") from error
 
 
 def _not_pretrained(directory: Path, got: str) -> CheckpointError:

@@ -191,11 +191,9 @@ def open_source(checkpoint: Found) -> Source:
         data = bytes(reader.read(0, reader.nbytes))
     listing = read_listing(data, files, what)
     if manifest is None and listing.is_ours:
-        raise CheckpointError(
-            f"file 'manifest.json' in checkpoint {str(path)!r}, which onefold has saved",
-            "no such file",
-            hint="the file was deleted, so nothing can be verified; load an earlier checkpoint",
-        )
+        wanted = f"file 'manifest.json' in checkpoint {str(path)!r}, which onefold has saved"
+        hint = "the file was deleted, so nothing can be verified; load an earlier checkpoint"
+        raise CheckpointError(wanted, "no such file", hint=hint)
     return Source(checkpoint, files, listing.tensors, listing.objects, listing.paths)
 
 

@@ -91,22 +91,18 @@ class ShardedModel:
         rename(self.engine, ModuleTree.of(self.module))
         for name, parameter in self.module.named_parameters():
             if id(parameter) not in self.engine.by_sharded:
-                raise CheckpointError(
-                    "a module whose parameters are sharded",
-                    f"a wrapper with {name!r}, which is not",
-                    hint="pass the module that was given to onefold.shard, or shard the wrapper",
-                )
+                got = f"a wrapper with {name!r}, which is not"
+                hint = "pass the module that was given to onefold.shard, or shard the wrapper"
+                raise CheckpointError("a module whose parameters are sharded", got, hint=hint)
 
     def with_optimizers(self, chosen: Iterable[object]) -> ShardedModel:
         """This model with optimizers of its parameters. Raises `CheckpointError` for others."""
         optimizers: list[Optimizer] = []
         for choice in chosen:
             if not isinstance(choice, Optimizer):
-                raise CheckpointError(
-                    "optimizer to be a torch.optim.Optimizer, or several",
-                    f"a {type(choice).__name__}",
-                    hint="pass schedulers, scalers and the like as extra={'scheduler': ...}",
-                )
+                wanted = "optimizer to be a torch.optim.Optimizer, or several"
+                hint = "pass schedulers, scalers and the like as extra={'scheduler': ...}"
+                raise CheckpointError(wanted, f"a {type(choice).__name__}", hint=hint)
             for tensor in (tensor for group in choice.param_groups for tensor in group["params"]):
                 if id(tensor) not in self.engine.by_sharded:
                     raise CheckpointError(

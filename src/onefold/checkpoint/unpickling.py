@@ -71,11 +71,9 @@ class _Machine(_Python):  # type: ignore[misc]
         if isinstance(dtype, torch.dtype):
             return dtype
         if self._allowed is not None and f"{module}.{name}" not in self._allowed:
-            raise CheckpointError(
-                "a checkpoint of names, shapes and places",
-                f"a reference to {module}.{name}, which loading does not call",
-                hint="do not trust this checkpoint",
-            )
+            got = f"a reference to {module}.{name}, which loading does not call"
+            hint = "do not trust this checkpoint"
+            raise CheckpointError("a checkpoint of names, shapes and places", got, hint=hint)
         return _Reference(f"{module}.{name}")
 
     def persistent_load(self, pid: Any) -> Any:

@@ -37,11 +37,9 @@ def as_list(optimizer: object) -> list[Optimizer]:
     optimizers: list[Optimizer] = []
     for value in values:
         if not isinstance(value, Optimizer):
-            raise ConfigError(
-                "optimizer to be a torch.optim.Optimizer",
-                f"a {type(value).__name__}",
-                hint="onefold.shard(module, optimizer, stage=3)",
-            )
+            got = f"a {type(value).__name__}"
+            hint = "onefold.shard(module, optimizer, stage=3)"
+            raise ConfigError("optimizer to be a torch.optim.Optimizer", got, hint=hint)
         optimizers.append(value)
     return optimizers
 
@@ -50,26 +48,19 @@ def check_module(tree: ModuleTree) -> None:
     """Raise `ConfigError` unless this is a module that is not sharded yet."""
     kind = type(tree.root).__name__
     if not tree.parts:
-        raise ConfigError(
-            "a torch.nn.Module to shard",
-            f"a {kind}",
-            hint="onefold.shard(module, optimizer)",
-        )
+        hint = "onefold.shard(module, optimizer)"
+        raise ConfigError("a torch.nn.Module to shard", f"a {kind}", hint=hint)
     for part in tree.modules:
         wrappers = [base.__name__ for base in type(part).__mro__ if _is_wrapper(base)]
         if wrappers:
-            raise ConfigError(
-                "a module that no other library makes data-parallel",
-                f"one of {wrappers[0]}",
-                hint="pass the plain module: onefold.shard averages gradients over the ranks",
-            )
+            got = f"one of {wrappers[0]}"
+            hint = "pass the plain module: onefold.shard averages gradients over the ranks"
+            raise ConfigError("a module that no other library makes data-parallel", got, hint=hint)
         _check_one_device(part)
     if any(map(is_sharded, tree.modules)):
-        raise ConfigError(
-            f"a {kind} that is not sharded yet",
-            "one that onefold.shard has sharded already, whole or in part",
-            hint="call onefold.shard once, on the outermost module",
-        )
+        got = "one that onefold.shard has sharded already, whole or in part"
+        hint = "call onefold.shard once, on the outermost module"
+        raise ConfigError(f"a {kind} that is not sharded yet", got, hint=hint)
 
 
 def _check_one_device(part: nn.Module) -> None:
@@ -77,12 +68,10 @@ def _check_one_device(part: nn.Module) -> None:
     placed = part.__dict__.get("hf_device_map")
     devices = set(map(str, placed.values())) if isinstance(placed, dict) else set[str]()
     if len(devices) > 1 or "disk" in devices:
-        raise ConfigError(
-            "a model on one device",
-            f"one that from_pretrained dispatched to {', '.join(sorted(devices))}",
-            hint='load it without device_map="auto", or with device_map={"": device} of '
-            "this rank; onefold.shard shards it over the ranks",
-        )
+        got = f"one that from_pretrained dispatched to {', '.join(sorted(devices))}"
+        hint = 'load it without device_map="auto", or with device_map={"": device} of '
+        hint += "this rank; onefold.shard shards it over the ranks"
+        raise ConfigError("a model on one device", got, hint=hint)
 
 
 def check_parameters(parameters: Sequence[Owned]) -> None:
@@ -90,26 +79,20 @@ def check_parameters(parameters: Sequence[Owned]) -> None:
     for owned in parameters:
         kind = type(owned.parameter)
         if isinstance(owned.parameter, UninitializedParameter):
-            raise ConfigError(
-                f"parameter {owned.fqn!r} to have a shape",
-                f"a {kind.__name__}",
-                hint="run the module once before onefold.shard, so that lazy layers get shapes",
-            )
+            got = f"a {kind.__name__}"
+            hint = "run the module once before onefold.shard, so that lazy layers get shapes"
+            raise ConfigError(f"parameter {owned.fqn!r} to have a shape", got, hint=hint)
         if owned.is_packed and owned.table is None:
             _check_packed(owned)
         if is_owned(owned.parameter):
-            raise ConfigError(
-                f"parameter {owned.fqn!r} to belong to one sharded module",
-                "a parameter that another sharded module holds",
-                hint="shard a module that contains both, once",
-            )
+            wanted = f"parameter {owned.fqn!r} to belong to one sharded module"
+            hint = "shard a module that contains both, once"
+            raise ConfigError(wanted, "a parameter that another sharded module holds", hint=hint)
         if owned.parameter._backward_hooks:
-            raise ConfigError(
-                f"parameter {owned.fqn!r} without tensor hooks",
-                "one with register_hook, which would not see the reduced gradient",
-                hint="use register_post_accumulate_grad_hook after onefold.shard, or change "
-                "gradients between backward and step",
-            )
+            got = "one with register_hook, which would not see the reduced gradient"
+            hint = "use register_post_accumulate_grad_hook after onefold.shard, or change "
+            hint += "gradients between backward and step"
+            raise ConfigError(f"parameter {owned.fqn!r} without tensor hooks", got, hint=hint)
 
 
 def _check_packed(owned: Owned) -> None:
@@ -126,22 +109,18 @@ def check_optimizers(optimizers: Sequence[Optimizer], parameters: Sequence[Owned
     for optimizer in optimizers:
         held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         if not any(id(tensor) in known for tensor in held):
-            raise ConfigError(
-                f"{type(optimizer).__name__} to hold parameters of this module",
-                "none of them",
-                hint="build the optimizer on module.parameters() of the module to shard, "
-                "after moving or casting it",
-            )
+            wanted = f"{type(optimizer).__name__} to hold parameters of this module"
+            hint = "build the optimizer on module.parameters() of the module to shard, "
+            hint += "after moving or casting it"
+            raise ConfigError(wanted, "none of them", hint=hint)
         check_state(optimizer, {owned.parameter: owned.fqn for owned in parameters})
     trained = [owned for owned in parameters if owned.parameter.requires_grad]
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     held_ids = {id(tensor) for group in groups for tensor in group["params"]}
     if optimizers and trained and not any(id(owned.parameter) in held_ids for owned in trained):
-        raise ConfigError(
-            "an optimizer of parameters that train",
-            f"one of frozen parameters alone, without {trained[0].fqn!r}",
-            hint="build the optimizer after adapters were added",
-        )
+        got = f"one of frozen parameters alone, without {trained[0].fqn!r}"
+        hint = "build the optimizer after adapters were added"
+        raise ConfigError("an optimizer of parameters that train", got, hint=hint)
 
 
 def check_shares(shares: Shares, recipe: Recipe) -> None:

@@ -59,11 +59,9 @@ def _check_placements(owned: Owned) -> None:
     assert owned.model is not None, "checked by the caller"
     for placement in owned.model.placements:
         if type(placement) not in (Shard, Replicate):
-            raise ConfigError(
-                f"parameter {owned.fqn!r} to be a DTensor of Shard and Replicate placements",
-                str(owned.model),
-                hint="plan it as colwise or rowwise; packed layouts are not supported",
-            )
+            wanted = f"parameter {owned.fqn!r} to be a DTensor of Shard and Replicate placements"
+            hint = "plan it as colwise or rowwise; packed layouts are not supported"
+            raise ConfigError(wanted, str(owned.model), hint=hint)
 
 
 def _left_plain(owned: Owned, cut: Owned) -> ConfigError:
@@ -82,11 +80,9 @@ def check_choices(
     cuts = [owned for owned in parameters if owned.model is not None]
     for name, choice in others.items():
         if cuts and choice is not None:
-            raise ConfigError(
-                f"{name} with parameters that no model axis has cut",
-                f"{cuts[0].fqn!r}: {cuts[0].model}",
-                hint="use it without parallelize_module",
-            )
+            got = f"{cuts[0].fqn!r}: {cuts[0].model}"
+            hint = "use it without parallelize_module"
+            raise ConfigError(f"{name} with parameters that no model axis has cut", got, hint=hint)
     for optimizer in optimizers:
         held = {id(t) for group in optimizer.param_groups for t in group["params"]}
         is_elementwise = behaviour_of(optimizer).kind == "elementwise"

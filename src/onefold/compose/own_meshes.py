@@ -53,12 +53,9 @@ def members_of(plan: UnitPlan, own: Group, everyone: Group) -> tuple[int, ...]:
     known, members = everyone.global_ranks(), own.global_ranks()
     outside = [rank for rank in members if rank not in known]
     if outside:
-        raise ConfigError(
-            f"the mesh of unit {plan.name!r} to be a part of the ranks {known} of `mesh=`",
-            f"one with {outside}",
-            where=f"rank {everyone.rank}",
-            hint="pass the whole data axis as mesh=, and slices of it in units=",
-        )
+        wanted = f"the mesh of unit {plan.name!r} to be a part of the ranks {known} of `mesh=`"
+        hint = "pass the whole data axis as mesh=, and slices of it in units="
+        raise ConfigError(wanted, f"one with {outside}", where=f"rank {everyone.rank}", hint=hint)
     return tuple(known.index(rank) for rank in members)
 
 
@@ -174,11 +171,9 @@ def check_adapters(members: Sequence[Owned], recipe: Recipe) -> None:
     own = [unit.name.partition(" (")[0] for unit in recipe.units if unit.ranks]
     for owned in members:
         if any(owned.fqn.startswith(f"{name}.") for name in own):
-            raise ConfigError(
-                f"parameter {owned.fqn!r} before onefold.shard",
-                "one that joined a unit with a mesh of its own afterwards",
-                hint="add adapters of experts first, then shard",
-            )
+            got = "one that joined a unit with a mesh of its own afterwards"
+            hint = "add adapters of experts first, then shard"
+            raise ConfigError(f"parameter {owned.fqn!r} before onefold.shard", got, hint=hint)
 
 
 def connect_experts(tree: ModuleTree, ranks: Ranks) -> None:

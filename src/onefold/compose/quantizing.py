@@ -164,8 +164,6 @@ def _replace(owned: Owned, quantized: QuantizedWeight) -> QuantizedWeight:
 
 
 def _without_values(fqn: str, argument: str) -> ConfigError:
-    return ConfigError(
-        f"weight {fqn!r} to have its values before it is quantized",
-        "one on the meta device, or one that load_pretrained has promised",
-        hint=f"load the module on the CPU, or leave {argument} out",
-    )
+    got = "one on the meta device, or one that load_pretrained has promised"
+    hint = f"load the module on the CPU, or leave {argument} out"
+    return ConfigError(f"weight {fqn!r} to have its values before it is quantized", got, hint=hint)

@@ -111,28 +111,20 @@ def check_budget(budget: Budget, offload: Offload, memory: RankMemory) -> None:
     where, ranks = f"rank {memory.group.rank}", memory.local_world_size
     free = memory.free("cpu")
     if budget.cpu > free:
-        raise TierError(
-            f"{budget.cpu:,} bytes of CPU memory for offloaded states",
-            f"{free:,} free for each of {ranks} ranks here",
-            where=where,
-            hint='offload="disk:PATH", a smaller fraction, or more ranks',
-        )
+        wanted = f"{budget.cpu:,} bytes of CPU memory for offloaded states"
+        got = f"{free:,} free for each of {ranks} ranks here"
+        hint = 'offload="disk:PATH", a smaller fraction, or more ranks'
+        raise TierError(wanted, got, where=where, hint=hint)
     paths = offload.paths if budget.disk or offload.activations == "disk" else []
     for path in paths:
         if not path.is_dir():
-            raise TierError(
-                f"a folder at {path} for the disk tier",
-                "a file" if path.exists() else "nothing there",
-                where=where,
-                hint="create it first, on every machine, on a fast local disk",
-            )
+            got = "a file" if path.exists() else "nothing there"
+            hint = "create it first, on every machine, on a fast local disk"
+            raise TierError(f"a folder at {path} for the disk tier", got, where=where, hint=hint)
         if not os.access(path, os.W_OK | os.X_OK):
-            raise TierError(
-                f"a folder to write to at {path}",
-                "one that is read-only",
-                where=where,
-                hint="name a folder that this user may write to",
-            )
+            got = "one that is read-only"
+            hint = "name a folder that this user may write to"
+            raise TierError(f"a folder to write to at {path}", got, where=where, hint=hint)
         if is_memory(path):
             warnings.warn(
                 f"the disk tier at {path} lies in memory (tmpfs): what is offloaded there stays in "
@@ -141,12 +133,10 @@ def check_budget(budget: Budget, offload: Offload, memory: RankMemory) -> None:
             )
         share, free = budget.disk // len(paths), memory.free("disk", [path])
         if share > free:
-            raise TierError(
-                f"{share:,} bytes of disk at {path} for offloaded states",
-                f"{free:,} free for each of {ranks} ranks here",
-                where=where,
-                hint="free space there, name another path as well, or offload less (fraction=)",
-            )
+            wanted = f"{share:,} bytes of disk at {path} for offloaded states"
+            got = f"{free:,} free for each of {ranks} ranks here"
+            hint = "free space there, name another path as well, or offload less (fraction=)"
+            raise TierError(wanted, got, where=where, hint=hint)
 
 
 def is_memory(path: Path) -> bool:

@@ -172,12 +172,10 @@ class UnitStep:
             if isinstance(task.error, TierError):
                 raise task.error
             if task.error is not None:
-                raise TierError(
-                    f"the background step of unit {self._unit!r} to run to its end",
-                    f"{task.error!r}: some of its blocks are stepped, others are not",
-                    where=self._where,
-                    hint="load the last checkpoint with onefold.load",
-                ) from task.error
+                wanted = f"the background step of unit {self._unit!r} to run to its end"
+                got = f"{task.error!r}: some of its blocks are stepped, others are not"
+                hint = "load the last checkpoint with onefold.load"
+                raise TierError(wanted, got, where=self._where, hint=hint) from task.error
 
     def __del__(self) -> None:
         for event in () if self._is_awaited else list(self.leaving.values()):

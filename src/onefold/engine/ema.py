@@ -190,11 +190,9 @@ class MovingAverage:
         engine = self._engine
         is_running = engine.schedule.forward_depth > 0 or in_backward()
         if self._is_applied or engine.is_unsharded or is_running:
-            raise self._error(
-                f"{call} after optimizer.step()",
-                "a call inside `applied()`, `onefold.unsharded`, forward or backward",
-                "call update() once a step, on every rank, outside these blocks",
-            )
+            got = "a call inside `applied()`, `onefold.unsharded`, forward or backward"
+            hint = "call update() once a step, on every rank, outside these blocks"
+            raise self._error(f"{call} after optimizer.step()", got, hint)
         engine.rest()
         for unit in engine.units:
             unit.wait_step()

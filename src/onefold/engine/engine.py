@@ -238,12 +238,10 @@ class Engine:
             return
         unit = self.units[call.unit]
         if call.edits != unit.edits.at_rest():
-            raise StateError(
-                f"the weights of unit {unit.name!r} to be the same in backward as in forward",
-                "weights that changed in between",
-                where=unit.context.where,
-                hint="run backward before the optimizer steps or weights are loaded",
-            )
+            wanted = f"the weights of unit {unit.name!r} to be the same in backward as in forward"
+            got = "weights that changed in between"
+            hint = "run backward before the optimizer steps or weights are loaded"
+            raise StateError(wanted, got, where=unit.context.where, hint=hint)
         actions = self.schedule.enter_backward(call, builds_graph=torch.is_grad_enabled())
         self.marks.leave(*self.schedule.ended)
         self.hands.do(actions)
@@ -395,12 +393,10 @@ class Engine:
             for unit in self.units:
                 if unit.failure is not None:
                     raise unit.failure
-            raise StateError(
-                "a backward that ran to its end, as it steps units on its way",
-                "a backward that failed: some weights are stepped and others are not",
-                where=f"rank {self.group.rank}",
-                hint="load the last checkpoint with onefold.load",
-            )
+            wanted = "a backward that ran to its end, as it steps units on its way"
+            got = "a backward that failed: some weights are stepped and others are not"
+            hint = "load the last checkpoint with onefold.load"
+            raise StateError(wanted, got, where=f"rank {self.group.rank}", hint=hint)
 
     def mend(self) -> None:
         """Note that all weights were loaded anew: no backward has torn them, or stepped some."""

@@ -72,11 +72,8 @@ def _must_run_together(part: nn.Module, engine: Engine) -> bool:
 
 
 def _refuse_resize(*_: object, **__: object) -> None:
-    raise StateError(
-        "resize_token_embeddings before onefold.shard",
-        "a call after it",
-        hint="add tokens and resize before the model is sharded, or its Trainer is built",
-    )
+    hint = "add tokens and resize before the model is sharded, or its Trainer is built"
+    raise StateError("resize_token_embeddings before onefold.shard", "a call after it", hint=hint)
 
 
 def _put_first(part: nn.Module, name: str, value: object) -> None:
@@ -106,24 +103,19 @@ class _NoWrapper:
     """Refuses `DistributedDataParallel(module)`, which reads here what it shall leave alone."""
 
     def __iter__(self) -> Iterator[str]:
-        raise StateError(
-            "a sharded module to be trained as it is",
-            "DistributedDataParallel around it",
-            hint="leave DistributedDataParallel out: onefold.shard averages gradients over "
-            "the ranks. Give a transformers.Trainer callbacks=[onefold.hf.Callback()]",
-        )
+        got = "DistributedDataParallel around it"
+        hint = "leave DistributedDataParallel out: onefold.shard averages gradients over "
+        hint += "the ranks. Give a transformers.Trainer callbacks=[onefold.hf.Callback()]"
+        raise StateError("a sharded module to be trained as it is", got, hint=hint)
 
 
 class _NotAfterwards:
     """Refuses `parallelize_module` of a sharded part, which asks here whether it ran before."""
 
     def __bool__(self) -> bool:
-        raise StateError(
-            "parallelize_module before onefold.shard",
-            "a call after it",
-            hint="parallelize_module(model, mesh['tp'], plan) first, then "
-            "onefold.shard(model, optimizer, mesh=mesh['dp'])",
-        )
+        hint = "parallelize_module(model, mesh['tp'], plan) first, then "
+        hint += "onefold.shard(model, optimizer, mesh=mesh['dp'])"
+        raise StateError("parallelize_module before onefold.shard", "a call after it", hint=hint)
 
 
 def _apply(
@@ -196,20 +188,16 @@ def _load_state_dict(
         missing = [name for name in wanted if name not in state_dict]
         unexpected = [name for name in state_dict if name not in wanted]
         if missing or unexpected:
-            raise StateError(
-                "a state dict with the module's names",
-                f"missing {missing[:5]}, unexpected {unexpected[:5]}",
-                hint="load it with strict=False to take the entries that fit",
-            )
+            got = f"missing {missing[:5]}, unexpected {unexpected[:5]}"
+            hint = "load it with strict=False to take the entries that fit"
+            raise StateError("a state dict with the module's names", got, hint=hint)
     return type(module).load_state_dict(module, state_dict, strict, assign)
 
 
 def _fitted(name: str, parameter: UnitParameter, value: Tensor) -> Tensor:
     if tuple(value.shape) != parameter.shape:
-        raise StateError(
-            f"{name!r} of shape {list(parameter.shape)}",
-            f"shape {list(value.shape)}",
-            where=parameter.unit.context.where,
-            hint="the state dict is of another configuration of this module",
-        )
+        wanted = f"{name!r} of shape {list(parameter.shape)}"
+        got = f"shape {list(value.shape)}"
+        hint = "the state dict is of another configuration of this module"
+        raise StateError(wanted, got, where=parameter.unit.context.where, hint=hint)
     return parameter.shown_like_sharded(value)

@@ -229,8 +229,6 @@ def _checked(output: Tensor) -> Tensor:
 
 
 def _no_backward() -> StateError:
-    return StateError(
-        "a forward alone of a module that onefold.stream streams",
-        "a backward through it",
-        hint="onefold.shard trains a module: its weights go to the same tiers",
-    )
+    got = "a backward through it"
+    hint = "onefold.shard trains a module: its weights go to the same tiers"
+    return StateError("a forward alone of a module that onefold.stream streams", got, hint=hint)

@@ -67,12 +67,10 @@ class _Adoption:
                 return
         held = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
         if engine.is_inference and held & _ids_of(engine):
-            raise StateError(
-                "no optimizer on a module that onefold.stream streams",
-                f"a step of {type(optimizer).__name__}",
-                where=f"rank {engine.group.rank}",
-                hint="onefold.shard trains a module: its weights go to the same tiers",
-            )
+            wanted = "no optimizer on a module that onefold.stream streams"
+            got = f"a step of {type(optimizer).__name__}"
+            hint = "onefold.shard trains a module: its weights go to the same tiers"
+            raise StateError(wanted, got, where=f"rank {engine.group.rank}", hint=hint)
         if any(key in engine.by_sharded for key in held):
             check_step(optimizer, engine.recipe)
             bind(optimizer, engine)

@@ -221,12 +221,10 @@ class OptimizerBinding:
             steppers = [s for s in engine.hands.steppers if isinstance(s, OptimizerBinding)]
             for parameter in engine.by_sharded.values():
                 if _grad(parameter) is not None and not any(s.holds(parameter) for s in steppers):
-                    raise StateError(
-                        f"{type(optimizer).__name__} to hold parameters that train",
-                        f"frozen ones alone; no optimizer holds {parameter.fqn!r}",
-                        where=f"rank {engine.group.rank}",
-                        hint="build the optimizer after adapters were added",
-                    )
+                    wanted = f"{type(optimizer).__name__} to hold parameters that train"
+                    got = f"frozen ones alone; no optimizer holds {parameter.fqn!r}"
+                    hint = "build the optimizer after adapters were added"
+                    raise StateError(wanted, got, where=f"rank {engine.group.rank}", hint=hint)
 
     def _is_sound(self) -> bool:
         """False if quantized gradients are not finite on some rank: no rank steps. A collective.

@@ -167,16 +167,13 @@ def _given_out(value: Any) -> Any:
 
 def _another_ranks(parameter: UnitParameter, got: str) -> StateError:
     context = parameter.unit.context
-    return StateError(
-        f"the optimizer state that rank {context.rest_rank} of {context.rest_world} keeps of "
-        f"parameter {parameter.fqn!r}",
-        got,
-        where=context.where,
-        hint="optimizer.state_dict() is one rank's part. Save with onefold.save and load with "
-        "onefold.load; or, for optimizers such as AdamW, use get_optimizer_state_dict and "
-        "set_optimizer_state_dict of torch.distributed.checkpoint.state_dict with "
-        "StateDictOptions(full_state_dict=True)",
-    )
+    wanted = f"the optimizer state that rank {context.rest_rank} of {context.rest_world} keeps of "
+    wanted += f"parameter {parameter.fqn!r}"
+    hint = "optimizer.state_dict() is one rank's part. Save with onefold.save and load with "
+    hint += "onefold.load; or, for optimizers such as AdamW, use get_optimizer_state_dict and "
+    hint += "set_optimizer_state_dict of torch.distributed.checkpoint.state_dict with "
+    hint += "StateDictOptions(full_state_dict=True)"
+    return StateError(wanted, got, where=context.where, hint=hint)
 
 
 def stepped_state(

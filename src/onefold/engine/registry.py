@@ -23,11 +23,9 @@ def engine_of(module: nn.Module) -> Engine:
     """
     engine = find_engine(module)
     if engine is None:
-        raise StateError(
-            "a module that onefold.shard has sharded",
-            f"a {type(module).__name__} that it has not sharded",
-            hint="call onefold.shard first; then pass the module that it sharded, not a part of it",
-        )
+        got = f"a {type(module).__name__} that it has not sharded"
+        hint = "call onefold.shard first; then pass the module that it sharded, not a part of it"
+        raise StateError("a module that onefold.shard has sharded", got, hint=hint)
     return engine
 
 

@@ -23,11 +23,9 @@ State = dict[str, Any]
 
 def whole_matrices(fqn: str, cut: str, optimizer: Optimizer) -> ConfigError:
     """Return the error for an optimizer whose matrices are cut over model axes."""
-    return ConfigError(
-        f"an elementwise optimizer, such as AdamW, for parameter {fqn!r}: {cut}",
-        f"{type(optimizer).__name__}, which steps whole matrices",
-        hint="a rank of tensor parallel holds a part of each matrix",
-    )
+    wanted = f"an elementwise optimizer, such as AdamW, for parameter {fqn!r}: {cut}"
+    hint = "a rank of tensor parallel holds a part of each matrix"
+    return ConfigError(wanted, f"{type(optimizer).__name__}, which steps whole matrices", hint=hint)
 
 
 def unhooked_step(kind: type[Optimizer]) -> Any:

@@ -108,19 +108,14 @@ def _compare(engine: Followed, mine: list[str]) -> None:
     for rank, theirs in enumerate(group.gather(mine)):
         if theirs != mine:
             differing = sorted(set(mine) ^ set(theirs)) or mine
-            raise StateError(
-                "the same new parameters on every rank",
-                f"{differing[0]!r} on rank {group.rank} or rank {rank} alone",
-                where=f"rank {group.rank}",
-                hint="add the same adapters, in the same order, on every rank",
-            )
+            wanted = "the same new parameters on every rank"
+            got = f"{differing[0]!r} on rank {group.rank} or rank {rank} alone"
+            hint = "add the same adapters, in the same order, on every rank"
+            raise StateError(wanted, got, where=f"rank {group.rank}", hint=hint)
 
 
 def _changed(engine: Followed, fqn: str, got: str) -> StateError:
-    return StateError(
-        f"parameter {fqn!r} to be as onefold.shard left it",
-        got,
-        where=f"rank {engine.group.rank}",
-        hint="add, replace and resize parameters and modules before onefold.shard; adapters "
-        "may come later where the other parameters are frozen",
-    )
+    wanted = f"parameter {fqn!r} to be as onefold.shard left it"
+    hint = "add, replace and resize parameters and modules before onefold.shard; adapters "
+    hint += "may come later where the other parameters are frozen"
+    return StateError(wanted, got, where=f"rank {engine.group.rank}", hint=hint)

@@ -54,12 +54,10 @@ def unsharded(engine: Engine, *, writeback: bool) -> Iterator[None]:
 
 def _check_moment(engine: Engine) -> None:
     if engine.schedule.forward_depth > 0 or in_backward():
-        raise StateError(
-            "onefold.unsharded outside forward and backward",
-            "a call from within one",
-            where=f"rank {engine.group.rank}",
-            hint="modules that run already see unsharded parameters",
-        )
+        wanted = "onefold.unsharded outside forward and backward"
+        got = "a call from within one"
+        hint = "modules that run already see unsharded parameters"
+        raise StateError(wanted, got, where=f"rank {engine.group.rank}", hint=hint)
 
 
 def _show_all(engine: Engine, shown: dict[UnitParameter, nn.Parameter]) -> list[Buffer]:
@@ -110,12 +108,10 @@ def _write_back(edited: list[tuple[UnitParameter, Tensor | None]]) -> None:
         context = parameter.unit.context
         own = parameter.rows_of(current)
         if own is None:
-            raise StateError(
-                f"parameter {parameter.fqn!r} to keep shape {list(parameter.shape)}",
-                "none" if current is None else f"shape {list(current.shape)}",
-                where=context.where,
-                hint="resize or remove parameters before onefold.shard",
-            )
+            wanted = f"parameter {parameter.fqn!r} to keep shape {list(parameter.shape)}"
+            got = "none" if current is None else f"shape {list(current.shape)}"
+            hint = "resize or remove parameters before onefold.shard"
+            raise StateError(wanted, got, where=context.where, hint=hint)
         rows.append((parameter, own))
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         for parameter, own in rows:

@@ -249,8 +249,5 @@ def _too_small(recipe: Recipe, blocks: Blocks, near: int, tiles: int, stacks: in
     hint = 'a larger budget, rest="int4", or smaller units'
     if near:
         hint = 'offload="disk:PATH", where weights are not in this memory; or rest="int4"'
-    return ConfigError(
-        f"a budget of at least {ring + near + tiles + stacks:,} bytes ({', '.join(parts)})",
-        f"{recipe.inference.budget:,} bytes",
-        hint=hint,
-    )
+    wanted = f"a budget of at least {ring + near + tiles + stacks:,} bytes ({', '.join(parts)})"
+    return ConfigError(wanted, f"{recipe.inference.budget:,} bytes", hint=hint)

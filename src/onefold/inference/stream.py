@@ -107,12 +107,10 @@ def _files_of(tree: ModuleTree, rest: str | None) -> Offload:
     """The folder of the files that the module was promised, for weights that rest in them."""
     values: Values | None = tree.root.__dict__.get(PROMISED)
     if values is None or rest is not None:
-        raise ConfigError(
-            "a folder for the disk tier",
-            f"packed weights (rest={rest!r}), which no file has" if rest else "none",
-            hint='offload="disk:PATH"; "disk" alone reads exact weights from the files that '
-            "onefold.load_pretrained has promised to a module",
-        )
+        got = f"packed weights (rest={rest!r}), which no file has" if rest else "none"
+        hint = 'offload="disk:PATH"; "disk" alone reads exact weights from the files that '
+        hint += "onefold.load_pretrained has promised to a module"
+        raise ConfigError("a folder for the disk tier", got, hint=hint)
     return Offload(parameters="disk", disk=str(values.directory))
 
 

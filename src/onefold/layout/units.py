@@ -274,11 +274,9 @@ def _named(key: object) -> str:
 def _check_one_mesh(owned: Owned, mesh_of: Mapping[nn.Module, object]) -> None:
     """Raise `ConfigError` for a parameter that is used in units with different meshes."""
     if len({id(mesh_of.get(module)) for module, _ in owned.owners}) > 1:
-        raise ConfigError(
-            f"parameter {owned.fqn!r} in one unit, as another one has a mesh of its own",
-            "one that modules of both use",
-            hint="give both modules to one unit, or untie them",
-        )
+        wanted = f"parameter {owned.fqn!r} in one unit, as another one has a mesh of its own"
+        hint = "give both modules to one unit, or untie them"
+        raise ConfigError(wanted, "one that modules of both use", hint=hint)
 
 
 def _chosen_blocks(
@@ -301,12 +299,10 @@ def _chosen_blocks(
 
 
 def _bad_units(got: str) -> ConfigError:
-    return ConfigError(
-        "`units` to list submodules of the sharded module, to be a predicate over them, or to "
-        "map them to meshes",
-        got,
-        hint="pass modules taken from the module itself, such as list(model.layers)",
-    )
+    wanted = "`units` to list submodules of the sharded module, to be a predicate over them, or to "
+    wanted += "map them to meshes"
+    hint = "pass modules taken from the module itself, such as list(model.layers)"
+    return ConfigError(wanted, got, hint=hint)
 
 
 def _innermost_block(

@@ -92,11 +92,9 @@ def _loads(kind: type[T], text: str | bytes) -> T:
         fields = json.loads(zlib.decompressobj().decompress(b64decode(text), MOST_HELLO_NBYTES))
         return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
     except (AttributeError, RecursionError, TypeError, ValueError, zlib.error) as error:
-        raise WireError(
-            f"{kind.__name__} of at most {MOST_HELLO_NBYTES} bytes in the islands' store",
-            f"{type(error).__name__}: {str(error)[:100]}",
-            hint="another program writes to this store; start it with a secret",
-        ) from error
+        wanted = f"{kind.__name__} of at most {MOST_HELLO_NBYTES} bytes in the islands' store"
+        hint = "another program writes to this store; start it with a secret"
+        raise WireError(wanted, f"{type(error).__name__}: {str(error)[:100]}", hint=hint) from error
 
 
 class Journal:

@@ -342,17 +342,13 @@ def _ranks_of(mesh: DeviceMesh, own: list[int]) -> list[int]:
 
 
 def _one_island(num_ranks: int) -> ConfigError:
-    return ConfigError(
-        "at least two islands",
-        f"one, of {num_ranks} ranks: all that there are",
-        hint='shard over the ranks of an island, onefold.shard(..., mesh=mesh["rank"]), or '
-        "pass meeting= for islands that are separate jobs",
-    )
+    got = f"one, of {num_ranks} ranks: all that there are"
+    hint = 'shard over the ranks of an island, onefold.shard(..., mesh=mesh["rank"]), or '
+    hint += "pass meeting= for islands that are separate jobs"
+    return ConfigError("at least two islands", got, hint=hint)
 
 
 def _store_is_gone(error: Exception) -> WireError:
-    return WireError(
-        "the store where islands meet to answer",
-        str(error).splitlines()[0],
-        hint="run it on a host that outlives the islands, and restart from the last checkpoint",
-    )
+    got = str(error).splitlines()[0]
+    hint = "run it on a host that outlives the islands, and restart from the last checkpoint"
+    return WireError("the store where islands meet to answer", got, hint=hint)

@@ -335,9 +335,7 @@ def _pickled(module: nn.Module, path: Path) -> str:
     try:
         torch.save(module, path)
     except Exception as error:
-        raise ConfigError(
-            f"{type(module).__name__} to be pickled, so that other processes can run it",
-            described(error),
-            hint="name the model instead: module:function, a config.json or a preset",
-        ) from error
+        wanted = f"{type(module).__name__} to be pickled, so that other processes can run it"
+        hint = "name the model instead: module:function, a config.json or a preset"
+        raise ConfigError(wanted, described(error), hint=hint) from error
     return str(path)

@@ -36,12 +36,9 @@ def explaining(
         advice = (
             ledger.advise(nbytes) if ledger.advise else "more ranks, a higher stage, or offload"
         )
-        raise TierError(
-            f"room for {nbytes:,} bytes of {kind} in {tier} memory, "
-            f"on top of what is held: {ledger.describe()} bytes",
-            str(error).splitlines()[0],
-            hint=advice,
-        ) from error
+        wanted = f"room for {nbytes:,} bytes of {kind} in {tier} memory, "
+        wanted += f"on top of what is held: {ledger.describe()} bytes"
+        raise TierError(wanted, str(error).splitlines()[0], hint=advice) from error
 
 
 class Buffer:

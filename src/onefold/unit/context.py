@@ -333,13 +333,11 @@ class Context:
     def mixed(self, collective: str, unit: str, source: str | None) -> WireError:
         """The error for ranks that run a collective of different units at the same time."""
         verb = "use" if collective == "gather" else "run backward through"
-        return WireError(
-            f"{collective} of unit {unit!r} on every rank",
-            f"another unit on {source or 'at least one'}",
-            where=self.where,
-            hint=f"all ranks must {verb} units in the same order; a branch that only some "
-            "ranks take has to be inside one unit (`units=`)",
-        )
+        wanted = f"{collective} of unit {unit!r} on every rank"
+        got = f"another unit on {source or 'at least one'}"
+        hint = f"all ranks must {verb} units in the same order; a branch that only some "
+        hint += "ranks take has to be inside one unit (`units=`)"
+        return WireError(wanted, got, where=self.where, hint=hint)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -180,11 +180,9 @@ def _own_range(shown: DTensor) -> tuple[int, int, int, tuple[int, ...]]:
     lengths = tuple(stop - start for start, stop in pairwise(bounds))
     rank = mesh.get_local_rank()
     if shown._local_tensor.shape[placement.dim] != lengths[rank]:
-        raise StateError(
-            f"{lengths[rank]} indices of dimension {placement.dim} on rank {rank}",
-            f"a piece of shape {list(shown._local_tensor.shape)}",
-            hint="compute with unsharded tensors: full_tensor(), or `onefold.unsharded`",
-        )
+        wanted = f"{lengths[rank]} indices of dimension {placement.dim} on rank {rank}"
+        hint = "compute with unsharded tensors: full_tensor(), or `onefold.unsharded`"
+        raise StateError(wanted, f"a piece of shape {list(shown._local_tensor.shape)}", hint=hint)
     return placement.dim, bounds[rank], lengths[rank], lengths
 
 

@@ -128,23 +128,19 @@ def _initialise(
             module._buffers[name] = _blank(buffer, device)
     by_model, reset = initialisers.get(id(module)), getattr(module, "reset_parameters", None)
     if by_model is None and not callable(reset):
-        raise ConfigError(
-            f"{kind} to have reset_parameters(), since it is on the meta device",
-            "a module without it",
-            hint="add the method, build the module on a real device, or load its weights "
-            "with onefold.load_pretrained before onefold.shard",
-        )
+        wanted = f"{kind} to have reset_parameters(), since it is on the meta device"
+        hint = "add the method, build the module on a real device, or load its weights "
+        hint += "with onefold.load_pretrained before onefold.shard"
+        raise ConfigError(wanted, "a module without it", hint=hint)
     with torch.no_grad():
         if by_model is not None:
             by_model(module)
         if callable(reset) and (by_model is None or _unset(module)):
             reset()
     for name in _unset(module):
-        raise ConfigError(
-            f"{kind}.reset_parameters() to set {name!r}",
-            "a tensor that it left uninitialized",
-            hint=f"initialize {name!r} in reset_parameters, or build the module on a real device",
-        )
+        got = "a tensor that it left uninitialized"
+        hint = f"initialize {name!r} in reset_parameters, or build the module on a real device"
+        raise ConfigError(f"{kind}.reset_parameters() to set {name!r}", got, hint=hint)
     module._parameters.update(stand_ins)
 
 
@@ -182,20 +178,14 @@ def rows_in_files(parameter: UnitParameter, rows: FileRows, values: Values | Non
     path, offset, dtype = values.where(parameter.fqn)
     local, hint = parameter.local, 'offload="disk:PATH", which keeps a copy in that folder'
     if str(local.dtype) != f"torch.{dtype}":
-        raise ConfigError(
-            f"parameter {parameter.fqn!r} in the dtype of its file, {dtype}",
-            local.dtype,
-            hint=f"build the module in {dtype}, or {hint}",
-        )
+        wanted = f"parameter {parameter.fqn!r} in the dtype of its file, {dtype}"
+        raise ConfigError(wanted, local.dtype, hint=f"build the module in {dtype}, or {hint}")
     spans = [
         span for span in parameter.slot.cut.spans(parameter.spec.context.rest_rank) if local.numel()
     ]
     if len(spans) > 1:
-        raise ConfigError(
-            f"this rank's rows of parameter {parameter.fqn!r} side by side in {path.name}",
-            f"{len(spans)} parts of it",
-            hint=hint,
-        )
+        wanted = f"this rank's rows of parameter {parameter.fqn!r} side by side in {path.name}"
+        raise ConfigError(wanted, f"{len(spans)} parts of it", hint=hint)
     first, last = spans[0] if spans else (0, 0)
     start = offset + first * local.itemsize
     return rows.place(path, start, parameter.span.start, last - first).view(local.shape)
@@ -215,12 +205,10 @@ def _replace(owned: Owned, value: Tensor, *, is_cut: bool = False) -> None:
 def _refuse_cut(owned: Owned) -> None:
     """Raise `ConfigError` for a piece on meta: initialisers draw the values of whole tensors."""
     if owned.model is not None:
-        raise ConfigError(
-            f"parameter {owned.fqn!r} to have values before model axes cut it",
-            f"one on the meta device: {owned.model}",
-            hint="call onefold.load_pretrained(module, directory) before onefold.shard, or "
-            "build the module on a real device before parallelize_module",
-        )
+        wanted = f"parameter {owned.fqn!r} to have values before model axes cut it"
+        hint = "call onefold.load_pretrained(module, directory) before onefold.shard, or "
+        hint += "build the module on a real device before parallelize_module"
+        raise ConfigError(wanted, f"one on the meta device: {owned.model}", hint=hint)
 
 
 def move(owned: Owned, device: torch.device) -> None:

@@ -99,12 +99,9 @@ class TiledWeight:
         return None
 
     def _refused(self, got: str) -> StateError:
-        return StateError(
-            f"tiled weight {self.parameter.fqn!r} to be used by Linear or Embedding",
-            got,
-            where=self._context.where,
-            hint="with a larger Offload.tile this weight is gathered in one piece",
-        )
+        wanted = f"tiled weight {self.parameter.fqn!r} to be used by Linear or Embedding"
+        hint = "with a larger Offload.tile this weight is gathered in one piece"
+        return StateError(wanted, got, where=self._context.where, hint=hint)
 
     def _linear(self, x: Tensor, weight: object, bias: Tensor | None = None) -> Tensor:
         if x.dtype == self.parameter.spec.dtype:  # which `weight.dtype` says, outside of tiles

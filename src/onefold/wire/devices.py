@@ -39,11 +39,9 @@ def device_of(
     if not devices or cpu in devices:
         devices = (devices - {cpu}) | {_accelerator(group, mesh) or cpu}
     if len(devices) > 1:
-        raise ConfigError(
-            "all parameters on one device",
-            ", ".join(f"{fqn!r} on {device}" for device, fqn in names.items()),
-            hint="move the module to one device before onefold.shard",
-        )
+        got = ", ".join(f"{fqn!r} on {device}" for device, fqn in names.items())
+        hint = "move the module to one device before onefold.shard"
+        raise ConfigError("all parameters on one device", got, hint=hint)
     (device,) = devices
     return device
 
@@ -118,20 +116,16 @@ def check_devices(device: torch.device, group: Group) -> None:
     everyone = group.gather(mine)
     for rank, (host, kind, name) in enumerate(everyone):
         if kind != everyone[0][1]:
-            raise ConfigError(
-                "the same kind of device on every rank",
-                f"{everyone[0][2]} on rank 0 and {name} on rank {rank}",
-                hint="every rank moves its module to its own device, or leaves it on the CPU",
-            )
+            got = f"{everyone[0][2]} on rank 0 and {name} on rank {rank}"
+            hint = "every rank moves its module to its own device, or leaves it on the CPU"
+            raise ConfigError("the same kind of device on every rank", got, hint=hint)
         other = everyone.index((host, kind, name))
         if kind != "cpu" and other != rank and not _may_share():
-            raise ConfigError(
-                "each rank on a device of its own",
-                f"{name} on ranks {other} and {rank}, both on host {host!r}",
-                hint="use the device of LOCAL_RANK: "
-                "torch.accelerator.set_device_index(int(os.environ['LOCAL_RANK'])); for a test "
-                f"over gloo, {SHARE}=1 lets ranks share one",
-            )
+            got = f"{name} on ranks {other} and {rank}, both on host {host!r}"
+            hint = "use the device of LOCAL_RANK: "
+            hint += "torch.accelerator.set_device_index(int(os.environ['LOCAL_RANK'])); for a test "
+            hint += f"over gloo, {SHARE}=1 lets ranks share one"
+            raise ConfigError("each rank on a device of its own", got, hint=hint)
 
 
 def _may_share() -> bool:

@@ -72,11 +72,8 @@ def choose(own: str, by_address: Mapping[str, str], master: str = "") -> str | N
         return others[0]
     names = ", ".join(others) or "with no address"
     hint = f"give torchrun the address itself as --master-addr, or set {GLOO} on this host"
-    raise ConfigError(
-        "a master address by which other hosts reach this one",
-        f"{master!r}, which is {own} here, and interfaces {names}",
-        hint=hint,
-    )
+    got = f"{master!r}, which is {own} here, and interfaces {names}"
+    raise ConfigError("a master address by which other hosts reach this one", got, hint=hint)
 
 
 def loopback() -> dict[str, str]:

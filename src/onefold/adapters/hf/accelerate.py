@@ -119,13 +119,10 @@ def _check(accelerator: Any, model: Any, optimizer: Any) -> None:
     from accelerate.optimizer import AcceleratedOptimizer
 
     if not isinstance(accelerator, Accelerator):
-        raise ConfigError(
-            "an accelerate.Accelerator",
-            f"a {type(accelerator).__name__}",
-            hint="onefold.hf.adopt(accelerator, model, optimizer). A model that is not trained "
-            "needs no accelerator: onefold.hf.adopt_frozen(model). For a trainer of TRL: "
-            "onefold.hf.adopt_trainer(trainer)",
-        )
+        hint = "onefold.hf.adopt(accelerator, model, optimizer). A model that is not trained "
+        hint += "needs no accelerator: onefold.hf.adopt_frozen(model). For a trainer of TRL: "
+        hint += "onefold.hf.adopt_trainer(trainer)"
+        raise ConfigError("an accelerate.Accelerator", f"a {type(accelerator).__name__}", hint=hint)
     refuse_other_engines(accelerator)
     refuse_device_map(model)
     optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]

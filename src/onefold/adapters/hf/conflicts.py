@@ -46,12 +46,10 @@ def refuse_other_engines(accelerator: Any = None, arguments: Any = None) -> None
     """
     state = getattr(accelerator, "state", accelerator)
     for engine, source in _active(state, arguments):
-        raise ConfigError(
-            "onefold to be the only one to shard the model",
-            f"{engine} as well, from {source}",
-            hint=f"remove that setting. Run `accelerate launch` with a configuration whose "
-            f"distributed_type is MULTI_GPU or MULTI_CPU, or torchrun, without {engine}",
-        )
+        got = f"{engine} as well, from {source}"
+        hint = "remove that setting. Run `accelerate launch` with a configuration whose "
+        hint += f"distributed_type is MULTI_GPU or MULTI_CPU, or torchrun, without {engine}"
+        raise ConfigError("onefold to be the only one to shard the model", got, hint=hint)
 
 
 def refuse_device_map(model: Any) -> None:
@@ -181,18 +179,14 @@ def autocast_of(mixed_precision: str, precision: object) -> torch.dtype | None:
         return None
     wanted, compute = COMPUTE.get(mixed_precision), precision_of(precision).compute
     if compute not in (None, wanted):
-        raise ConfigError(
-            "one mixed precision",
-            f"{mixed_precision}=True in TrainingArguments (or ACCELERATE_MIXED_PRECISION), and "
-            f"precision={precision!r} in onefold.hf.Callback",
-            hint="give the same one to both, or leave one out",
-        )
+        got = f"{mixed_precision}=True in TrainingArguments (or ACCELERATE_MIXED_PRECISION), and "
+        got += f"precision={precision!r} in onefold.hf.Callback"
+        hint = "give the same one to both, or leave one out"
+        raise ConfigError("one mixed precision", got, hint=hint)
     if mixed_precision == "bf16":
         return wanted if compute is None else None
-    raise ConfigError(
-        "mixed precision that all ranks can step in together",
-        f"{mixed_precision}=True in TrainingArguments: Accelerate's loss scaler decides on "
-        "each rank alone whether a step is skipped",
-        hint="bf16=True; or train in a loop of your own with precision='fp16' and "
-        "onefold.GradScaler",
-    )
+    got = f"{mixed_precision}=True in TrainingArguments: Accelerate's loss scaler decides on "
+    got += "each rank alone whether a step is skipped"
+    hint = "bf16=True; or train in a loop of your own with precision='fp16' and "
+    hint += "onefold.GradScaler"
+    raise ConfigError("mixed precision that all ranks can step in together", got, hint=hint)

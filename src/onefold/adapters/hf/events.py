@@ -29,14 +29,11 @@ def meet(engine: Engine, place: str, value: Any = None) -> list[Any]:
     pairs = [pair if isinstance(pair, tuple) else ("elsewhere", None) for pair in everyone]
     if any(other != place for other, _ in pairs):
         places = "; ".join(f"rank {rank} is at {other}" for rank, (other, _) in enumerate(pairs))
-        raise StateError(
-            "every rank at the same place of the training",
-            places,
-            where=f"rank {engine.group.rank}",
-            hint="save on every rank, and not on rank 0 alone; set control flags "
-            "(should_training_stop ...) alike on every rank, or in a callback before "
-            "onefold.hf.Callback in the list; give every rank as many batches",
-        )
+        wanted = "every rank at the same place of the training"
+        hint = "save on every rank, and not on rank 0 alone; set control flags "
+        hint += "(should_training_stop ...) alike on every rank, or in a callback before "
+        hint += "onefold.hf.Callback in the list; give every rank as many batches"
+        raise StateError(wanted, places, where=f"rank {engine.group.rank}", hint=hint)
     return [theirs for _, theirs in pairs]
 
 
@@ -64,10 +61,8 @@ def name_lost_ranks(engine: Engine) -> Iterator[None]:
         last = traceback.extract_tb(error.__traceback__)[-1]
         if isinstance(error, OnefoldError) or last.filename != distributed_c10d.__file__:
             raise
-        raise WireError(
-            "every rank to stay in the training",
-            f"{str(error).splitlines()[0]}, in torch.distributed.{last.name}",
-            where=f"rank {engine.group.rank}",
-            hint="a rank has ended or left the training: look for the first error among the "
-            "other ranks",
-        ) from error
+        wanted = "every rank to stay in the training"
+        got = f"{str(error).splitlines()[0]}, in torch.distributed.{last.name}"
+        hint = "a rank has ended or left the training: look for the first error among the "
+        hint += "other ranks"
+        raise WireError(wanted, got, where=f"rank {engine.group.rank}", hint=hint) from error

@@ -285,13 +285,11 @@ class WholeWeights:
         try:
             self.take()  # from here on: every rank has called
         except WireError as error:
-            raise StateError(
-                "every rank in save_pretrained, as rank 0 has no whole weights, or older ones",
-                "this rank alone",
-                where=f"rank {group.rank}",
-                hint="call save_pretrained on every rank; for trainer.save_model() before or in "
-                "the middle of training derive the trainer from onefold.hf.TrainerMixin",
-            ) from error
+            wanted = "every rank in save_pretrained, as rank 0 has no whole weights, or older ones"
+            got = "this rank alone"
+            hint = "call save_pretrained on every rank; for trainer.save_model() before or in "
+            hint += "the middle of training derive the trainer from onefold.hf.TrainerMixin"
+            raise StateError(wanted, got, where=f"rank {group.rank}", hint=hint) from error
         return together(group, lambda: save() if group.rank == 0 else None)
 
     def _map(self, module: nn.Module) -> None:

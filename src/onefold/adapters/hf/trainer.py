@@ -271,12 +271,10 @@ def _described(choices: dict[str, Any]) -> str:
 def _refuse_unsharded(model: nn.Module) -> None:
     """Raise `StateError` for a model that the Trainer has built anew."""
     if not is_sharded(model):
-        raise StateError(
-            "the model that onefold.hf.Callback has sharded",
-            f"another {type(model).__name__}, as Trainer(model_init=...) builds in train()",
-            hint="pass Trainer(model=...), or derive the trainer from onefold.hf.TrainerMixin, "
-            "which shards each model that model_init builds",
-        )
+        got = f"another {type(model).__name__}, as Trainer(model_init=...) builds in train()"
+        hint = "pass Trainer(model=...), or derive the trainer from onefold.hf.TrainerMixin, "
+        hint += "which shards each model that model_init builds"
+        raise StateError("the model that onefold.hf.Callback has sharded", got, hint=hint)
 
 
 if TYPE_CHECKING:

@@ -118,11 +118,9 @@ def as_file(path: str | os.PathLike[str], *, weights_only: bool | None = None) -
 
 
 def _of_another(path: Path) -> CheckpointError:
-    return CheckpointError(
-        f"a checkpoint of Lightning at {str(path)!r}",
-        "one without Lightning's own state",
-        hint="onefold.load reads it into a sharded module",
-    )
+    got = "one without Lightning's own state"
+    hint = "onefold.load reads it into a sharded module"
+    return CheckpointError(f"a checkpoint of Lightning at {str(path)!r}", got, hint=hint)
 
 
 def _beside(path: Path, role: str) -> Path:

@@ -114,12 +114,10 @@ def _check_ranks() -> None:
     """Raise `ConfigError` if Lightning has missed that a launcher started several ranks."""
     ranks, launched = dist.get_world_size(), launcher.world_size()
     if "RANK" in os.environ and ranks < launched:  # Lightning's own launcher sets no RANK
-        raise ConfigError(
-            f"Lightning to train on the {launched} ranks of WORLD_SIZE",
-            f"a process group of {ranks}",
-            hint="start it with torchrun, or give Trainer(plugins=) the environment of the "
-            "launcher, such as lightning.pytorch.plugins.environments.KubeflowEnvironment()",
-        )
+        wanted = f"Lightning to train on the {launched} ranks of WORLD_SIZE"
+        hint = "start it with torchrun, or give Trainer(plugins=) the environment of the "
+        hint += "launcher, such as lightning.pytorch.plugins.environments.KubeflowEnvironment()"
+        raise ConfigError(wanted, f"a process group of {ranks}", hint=hint)
 
 
 def share_buffers(module: nn.Module) -> None:

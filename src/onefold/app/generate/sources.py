@@ -183,11 +183,9 @@ def _byte_gpt(folder: Path) -> nn.Module:
     presets = {(preset.num_layers, preset.width): preset for preset in PRESETS.values()}
     config = presets.get((layers, width))
     if config is None:
-        raise ConfigError(
-            f"a {CONFIG} next to the weights in {str(folder)!r}",
-            "none, and weights of another model than the byte GPT",
-            hint="save with onefold.save_pretrained, which writes it, or copy it there",
-        )
+        got = "none, and weights of another model than the byte GPT"
+        hint = "save with onefold.save_pretrained, which writes it, or copy it there"
+        raise ConfigError(f"a {CONFIG} next to the weights in {str(folder)!r}", got, hint=hint)
     is_tied = "head.weight" not in files.places
     with torch.device("meta"):
         return GPT(replace(config, is_tied=is_tied), seq)

@@ -250,12 +250,10 @@ def _check_shared(engines: Mapping[int, Engine]) -> None:
 
 def shared(fqn: str, first: int, second: int) -> ConfigError:
     """The error for a parameter that two stages share without saying so."""
-    return ConfigError(
-        f"parameter {fqn!r} on one stage alone",
-        f"a copy on stage {first} and one on stage {second}, whose gradients nobody adds",
-        hint=f"onefold.pipeline(schedule, tied=[{fqn!r}]) adds them; tied=[] if they are "
-        "different parameters",
-    )
+    got = f"a copy on stage {first} and one on stage {second}, whose gradients nobody adds"
+    hint = f"onefold.pipeline(schedule, tied=[{fqn!r}]) adds them; tied=[] if they are "
+    hint += "different parameters"
+    return ConfigError(f"parameter {fqn!r} on one stage alone", got, hint=hint)
 
 
 def check_undeclared(engines: Mapping[int, Engine], group: Group) -> None:

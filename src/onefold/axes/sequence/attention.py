@@ -215,13 +215,10 @@ class HeadCut:
         """Raises `ConfigError` unless the query heads are a multiple of the others."""
         if num_kv_heads < 1 or num_heads % num_kv_heads:
             wanted = "query heads that are a multiple of the heads of keys and values"
-            raise ConfigError(
-                wanted,
-                f"{num_heads} and {num_kv_heads}",
-                where="attention of a split sequence",
-                hint="each head of keys and values is copied to the ranks whose query heads "
-                "read it, so the query heads must form equal groups",
-            )
+            got = f"{num_heads} and {num_kv_heads}"
+            hint = "each head of keys and values is copied to the ranks whose query heads "
+            hint += "read it, so the query heads must form equal groups"
+            raise ConfigError(wanted, got, where="attention of a split sequence", hint=hint)
         return cls(num_heads, num_kv_heads, parts)
 
     def queries(self, rank: int) -> range:

@@ -83,13 +83,11 @@ class Calls:
     def __init__(self, module: nn.Module, positions: str | None) -> None:
         if positions is not None and not takes(module, positions):
             wanted = f"a forward that takes the positions of its tokens as {positions!r}"
-            raise ConfigError(
-                wanted,
-                f"{type(module).__name__}.forward{inspect.signature(module.forward)}",
-                hint="positions that the module counts itself would begin at 0 on each rank: "
-                "add the argument, name another by positions=, or pass positions=None if no "
-                "part of the module needs them",
-            )
+            got = f"{type(module).__name__}.forward{inspect.signature(module.forward)}"
+            hint = "positions that the module counts itself would begin at 0 on each rank: "
+            hint += "add the argument, name another by positions=, or pass positions=None if no "
+            hint += "part of the module needs them"
+            raise ConfigError(wanted, got, hint=hint)
         self._positions = positions
 
     def local(self, whole: Arguments, pieces: SequencePieces) -> Arguments:

@@ -82,22 +82,18 @@ def recompute(model: nn.Module, name: str) -> None:
     elif callable(switch):
         switch()
     else:
-        raise ConfigError(
-            "a preset or a Hugging Face model to recompute activations of",
-            repr(name),
-            hint="call torch.utils.checkpoint in the module's own forward",
-        )
+        wanted = "a preset or a Hugging Face model to recompute activations of"
+        hint = "call torch.utils.checkpoint in the module's own forward"
+        raise ConfigError(wanted, repr(name), hint=hint)
 
 
 def check_compiler() -> None:
     """Raise `ConfigError` where torch.compile has no C++ compiler to make CPU code with."""
     compiler = os.environ.get("CXX", "g++")
     if accelerator.kind() is None and shutil.which(compiler) is None:
-        raise ConfigError(
-            "a C++ compiler for torch.compile",
-            f"no {compiler!r} on the PATH",
-            hint="install g++, name another compiler in CXX, or leave --compile out",
-        )
+        got = f"no {compiler!r} on the PATH"
+        hint = "install g++, name another compiler in CXX, or leave --compile out"
+        raise ConfigError("a C++ compiler for torch.compile", got, hint=hint)
 
 
 def compile_blocks(model: nn.Module) -> None:
@@ -117,12 +113,10 @@ def logits_of(module: nn.Module, tokens: Tensor) -> Tensor:
     logits = getattr(output, "logits", output)
     shape = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
     if not isinstance(shape, list) or shape[:-1] != list(tokens.shape) or shape[-1] < VOCAB:
-        raise ConfigError(
-            f"the model to give logits {[*tokens.shape, VOCAB]} or wider for its tokens",
-            shape,
-            hint="return [batch, positions, vocabulary] logits, or an object with .logits; "
-            "tokens are bytes, so the vocabulary is at least 256",
-        )
+        wanted = f"the model to give logits {[*tokens.shape, VOCAB]} or wider for its tokens"
+        hint = "return [batch, positions, vocabulary] logits, or an object with .logits; "
+        hint += "tokens are bytes, so the vocabulary is at least 256"
+        raise ConfigError(wanted, shape, hint=hint)
     return logits
 
 
@@ -139,17 +133,12 @@ def load_function(name: str) -> Callable[[], Any]:
         for part in function_name.split("."):
             function = getattr(function, part)
     except (Exception, SystemExit) as error:
-        raise ConfigError(
-            f"{name!r} to import",
-            described(error),
-            hint="name an importable module and a function in it, as in package.models:build",
-        ) from error
+        hint = "name an importable module and a function in it, as in package.models:build"
+        raise ConfigError(f"{name!r} to import", described(error), hint=hint) from error
     if not callable(function):
-        raise ConfigError(
-            f"{name!r} to be a function",
-            f"type {type(function).__name__}",
-            hint="it is called without arguments and returns a torch.nn.Module",
-        )
+        got = f"type {type(function).__name__}"
+        hint = "it is called without arguments and returns a torch.nn.Module"
+        raise ConfigError(f"{name!r} to be a function", got, hint=hint)
     return function
 
 
@@ -203,23 +192,16 @@ def check_config(path: Path) -> dict[str, Any]:
             raise OSError("not a regular file")
         config = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"a readable Hugging Face config.json at {str(path)!r}",
-            described(error),
-            hint="pass the config.json itself, or the folder that holds it",
-        ) from error
+        wanted = f"a readable Hugging Face config.json at {str(path)!r}"
+        hint = "pass the config.json itself, or the folder that holds it"
+        raise ConfigError(wanted, described(error), hint=hint) from error
     if not isinstance(config, dict) or "model_type" not in config:
-        raise ConfigError(
-            f"{str(path)!r} to have a model_type",
-            "a file without it",
-            hint="pass the config.json of a Hugging Face language model",
-        )
+        hint = "pass the config.json of a Hugging Face language model"
+        raise ConfigError(f"{str(path)!r} to have a model_type", "a file without it", hint=hint)
     if find_spec("transformers") is None:
-        raise ConfigError(
-            "the transformers package, to build a model from its config",
-            "an environment without it",
-            hint="pip install '.[hf]' in a checkout of Onefold; byte models need no package",
-        )
+        wanted = "the transformers package, to build a model from its config"
+        hint = "pip install '.[hf]' in a checkout of Onefold; byte models need no package"
+        raise ConfigError(wanted, "an environment without it", hint=hint)
     return config
 
 
@@ -250,8 +232,6 @@ def _from_config(model: str, seq: int) -> nn.Module:
             config.use_cache = False
             return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:
-        raise ConfigError(
-            f"{model!r} to describe a causal language model",
-            described(error),
-            hint="AutoModelForCausalLM.from_config must be able to build it",
-        ) from error
+        wanted = f"{model!r} to describe a causal language model"
+        hint = "AutoModelForCausalLM.from_config must be able to build it"
+        raise ConfigError(wanted, described(error), hint=hint) from error
