@@ -24,6 +24,11 @@ class BackwardEvents(Protocol):
     def begin_backward(self) -> None: ...
     def enter_backward(self, call: Any) -> None: ...
     def expect_backward(self, call: Any) -> None: ...
+
+
+class BackwardEnd(Protocol):
+    """How a backward ends."""
+
     def end_backward(self) -> None: ...
     def leave_failed_backward(self) -> None: ...
 
@@ -47,7 +52,7 @@ def now() -> int:
     return torch.autograd._get_sequence_nr()
 
 
-def announce_end(receiver: ReferenceType[BackwardEvents]) -> None:
+def announce_end(receiver: ReferenceType[BackwardEnd]) -> None:
     """Announce the end of the backward that runs, or that it failed."""
     end = _End(receiver)
     torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
@@ -59,8 +64,8 @@ class _End:
     So a failed backward is known before the exception reaches its caller.
     """
 
-    def __init__(self, receiver: ReferenceType[BackwardEvents]) -> None:
-        self._receiver: ReferenceType[BackwardEvents] | None = receiver
+    def __init__(self, receiver: ReferenceType[BackwardEnd]) -> None:
+        self._receiver: ReferenceType[BackwardEnd] | None = receiver
 
     @torch._disable_dynamo  # [Note: torch.compile] in engine/hooks.py
     def __call__(self) -> None:
