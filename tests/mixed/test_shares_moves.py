@@ -121,7 +121,7 @@ def test_only_rows_that_change_their_rank_are_sent():
         units = engine_of(module).units
         slots = {p.fqn: p.slot for u in units for p in u.parameters}
         assert onefold.report(module).shares == (1, 1, 2)
-        return before, after, sent, {n: s.spans(rank) for n, s in slots.items()}
+        return before, after, sent, {n: s.cut.spans(rank) for n, s in slots.items()}
 
     found = run_ranks(3, body)
     old = run_ranks(3, old_spans)
