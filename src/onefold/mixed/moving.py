@@ -1,6 +1,6 @@
 """What moves when state is cut anew: rows between ranks, and optimizers' states that follow.
 
-A piece of a parameter is a few ranges of its elements (`Slot.spans`). Where a range of a rank's old
+A piece of a parameter is a few ranges of its elements (`Cut.spans`). Where a range of a rank's old
 piece meets a range of another rank's new piece, these elements travel: each rank sends only the
 rows that it gives up. All rows of a unit that move to one rank are one message, whatever their
 dtypes. Optimizers' states are taken off before rows move and given back after.
