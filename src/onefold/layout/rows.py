@@ -16,12 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from typing import TYPE_CHECKING
 
 from onefold.layout.cut import Cut, Range, Shares, cut_of
-
-if TYPE_CHECKING:
-    pass
 
 ALIGN_NUMEL = 64
 """Regions of the full buffer start at multiples of this many elements.

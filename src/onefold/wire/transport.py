@@ -183,16 +183,13 @@ class Composed:
         self.group.agree(("reduce", cut.identity), label, partials[0])
         received, small = list[Tensor](), list[Tensor]()
         parts: list[list[Tensor]] = []  # by large region: every rank's partial of our piece
-        packed = partials[0].new_empty(0)
+        packed = self._packed(partials, cut)
 
         def begin() -> list[Waitable]:
-            nonlocal packed
             works: list[Waitable] = []
-            parts.extend(
-                self._exchange(partials[index], cut.numels[index], works, received)
-                for index in cut.large
-            )
-            packed = self._packed(partials, cut)
+            for index in cut.large:
+                pieces = self._exchange(partials[index], cut.numels[index], works, received)
+                parts.append(pieces)
             if packed.numel():
                 small.extend(self._exchange(packed, cut.packed_numels, works, received))
             return works
