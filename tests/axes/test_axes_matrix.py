@@ -17,7 +17,7 @@ from tests.support.composed import Axes, Named, Place, Places, Run, alone, gpt
 from tests.support.ranks import run_processes
 
 pytestmark = pytest.mark.process
-WORLD, STAGES, STEPS = 8, range(4), 3
+WORLD, STAGES, STEPS = 8, range(4), 2
 MESHES = [
     axes
     for lengths in itertools.product((1, 2), repeat=4)

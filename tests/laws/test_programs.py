@@ -43,7 +43,7 @@ def test_drawn_programs_are_right_or_refused_by_name(seeds):
 def test_a_seed_is_the_same_program_every_time_and_seeds_cover_worlds_and_stages():
     drawn = [draw(seed) for seed in range(300)]
     assert [draw(seed) for seed in range(0, 300, 5)] == drawn[::5]
-    for program in drawn:
+    for program in drawn[::10]:
         ast.parse(program.script())
     legs = [leg for program in drawn for leg in program.legs]
     assert {leg.world_size for leg in legs} == {1, 2, 3, 4}

@@ -23,6 +23,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
@@ -34,6 +35,9 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from tests.support.forking import HANG_S, await_ended_threads, spare_collector
 
 POLL_S = 0.02
+
+WARM = ("onefold.app.train.loop", "onefold.app.generate.run", "torch.distributed.pipelining")
+"""What ranks of commands import, two seconds of a core each."""
 
 PR_SET_CHILD_SUBREAPER = 36
 """Of prctl(2): who is orphaned below this process becomes its child."""
@@ -140,6 +144,8 @@ class Command(Forked):
         self._out: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `end`
         self._err: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         self._timeout_s = timeout_s
+        for name in WARM if forks_ranks else ():
+            import_module(name)
 
         def be() -> None:
             signal.setitimer(signal.ITIMER_REAL, timeout_s)
