@@ -15,6 +15,7 @@ import onefold
 from onefold.engine import blocks
 from onefold.engine.behaviour import behaviour_of
 from onefold.engine.registry import engine_of
+from onefold.errors import ConfigError
 from tests.support.ranks import run_ranks, seeded
 from tests.support.zoo import whole
 
@@ -902,3 +903,17 @@ def test_a_probe_without_memory_tells_nothing_of_the_class():
     module = nn.Linear(8, 8)
     with pytest.raises(MemoryError, match="no memory"):
         onefold.shard(module, Hungry(module.parameters()))
+
+
+def test_a_probe_without_memory_on_one_rank_is_an_error_on_all():
+    def body(rank):
+        class Hungry(torch.optim.SGD):
+            def step(self, closure=None):
+                if rank == 1:
+                    raise MemoryError("no memory")
+
+        module = seeded(nn.Linear, 8, 8)
+        with pytest.raises((MemoryError, ConfigError), match="no memory"):
+            onefold.shard(module, Hungry(module.parameters()))
+
+    run_ranks(3, body)

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from inspect import Parameter, signature
 from typing import Any, Literal, get_args
 
@@ -187,7 +187,7 @@ class _Question:
         return optimizer
 
 
-@cache
+@lru_cache(maxsize=256)
 def _arguments_of(kind: type[Optimizer]) -> tuple[str, ...]:
     """Names of what the constructor takes besides parameters."""
     by_name = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)

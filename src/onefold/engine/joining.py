@@ -39,8 +39,11 @@ def bind(optimizer: Optimizer, engine: Engine) -> OptimizerBinding:
 
 
 def check_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> None:
-    """Raise `ConfigError` if an optimizer that has stepped holds state that cannot be cut."""
-    if not optimizer.state or behaviour_of(optimizer).kind != "elementwise":
+    """Raise `ConfigError` if an optimizer that has stepped holds state that cannot be cut.
+
+    The first call asks what a step does: where ranks agree, as the class may raise on one of them.
+    """
+    if behaviour_of(optimizer).kind != "elementwise":
         return
     for parameter, fqn in names.items():
         for name, value in optimizer.state.get(parameter, {}).items():
