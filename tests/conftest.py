@@ -46,11 +46,11 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out cases of large grids and slow tests; skip GPU tests where there is no GPU."""
+    slow = slow_tests()
     if config.getoption("--grid") == "rows":
         _leave_out(config, items, grids.left_out(items))
-        grids.leave_to_again(items)
+        grids.leave_to_again(items, slow)
     if config.getoption("--quick"):
-        slow = slow_tests()
         _leave_out(config, items, {item for item in items if test_of(item.nodeid) in slow})
     if torch.cuda.is_available():
         return

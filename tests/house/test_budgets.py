@@ -52,6 +52,12 @@ def test_alone(stage): ...
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_whole(stage): ...
+
+@pytest.mark.parametrize("tier", ["cpu", "disk"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_slow(world_size, tier): ...
+
+def test_lone(): ...
 """
 
 
@@ -111,7 +117,7 @@ def test_rows_of_a_grid_hold_each_world_size_stage_and_combination_of_the_others
 def test_one_of_so_many_cases_stays_and_each_value_that_cases_share(pytester):
     pytester.makepyfile(test_it=EVERY)
     items, _ = pytester.inline_genitems()  # in any order
-    grids.leave_to_again(items)
+    grids.leave_to_again(items, {"test_it.py::test_slow", "test_it.py::test_lone"})
     stay = [item for item in items if not item.get_closest_marker("again")]
     assert sorted(item.name for item in stay if item.name.startswith(("test_a", "test_w"))) == [
         "test_alone[3]", "test_whole[0]", "test_whole[1]", "test_whole[3]",
@@ -120,6 +126,13 @@ def test_one_of_so_many_cases_stays_and_each_value_that_cases_share(pytester):
     assert {row["model"] for row in rows} == set(range(4))
     assert {row["mode"] for row in rows} == set("abc")
     assert 6 <= len(rows) <= 8
+    slow = [item.name for item in stay if item.name.startswith(("test_s", "test_l"))]
+    assert sorted(slow) == [
+        "test_lone",
+        "test_slow[1-cpu]",
+        "test_slow[2-cpu]",
+        "test_slow[3-disk]",
+    ]
 
 
 def test_a_test_that_is_left_out_names_one_that_make_test_runs_and_that_keeps_its_law():

@@ -83,11 +83,17 @@ def test_two_models_with_one_loss_train():
     assert numbers(under_torchrun("gan.py")) == pytest.approx(numbers(alone("gan.py")), abs=0.002)
 
 
+@pytest.mark.again(
+    "tests/adapters/test_huggingface.py::test_a_model_trains_as_in_one_process_at_every_stage"
+)
 @pytest.mark.process
 def test_a_llama_from_its_config_trains_in_bf16():
     assert "stage 3, rank 0 of 2, 10 steps" in under_torchrun("llama.py")
 
 
+@pytest.mark.again(
+    "tests/axes/test_sequence.py::test_every_stage_has_the_weights_of_one_process_after_twenty_steps"
+)
 @pytest.mark.process
 def test_a_split_sequence_has_the_losses_of_one_rank():
     alone_told, *together = (

@@ -5,7 +5,8 @@ one of them, in turn; each world size and each stage runs. The marks `half` and 
 in one of two and in one of four tests; `seldom(keeper)` leaves a case to the full grid, and names a
 test that keeps the same law at less cost.
 
-`every(number, first)`: `make test` runs one case of so many, and `make again` the others.
+`every(number, first)`: `make test` runs one case of so many, and `make again` the others. A test
+that was slow has one of three stay, counted from its last case, which has the most ranks.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from tests.support.budgets import test_of
 
 AXES = ("world_size", "world", "ranks", "stage")
 KEPT = {"corner": 4, "half": 2}
+OF_SLOW = 3
+"""One of so many cases of a slow test stays: 0.7 of all CPU seconds."""
 Choice = tuple[tuple[str, int], ...]  # parameters, each with the number of its value
 
 
@@ -37,20 +40,21 @@ def left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     return seldom.union(*(set(cases) - set(_rows(cases)) for cases in grids.values()))
 
 
-def leave_to_again(items: Iterable[pytest.Item]) -> None:
-    """Mark cases of tests with `every` by `again`: all but one of so many.
+def leave_to_again(items: Iterable[pytest.Item], slow: Set[str]) -> None:
+    """Mark cases of slow tests, and of tests with `every`, by `again`: all but one of so many.
 
     Of each value that several cases share, one case stays.
     """
     tests = defaultdict[str, list[pytest.Function]](list)
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("every"):
-            tests[test_of(item.nodeid)].append(item)
+        name = test_of(item.nodeid)
+        is_one_of_so_many = name in slow or item.get_closest_marker("every")
+        if is_one_of_so_many and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            tests[name].append(item)
     for name, shuffled in tests.items():
         cases = sorted(shuffled, key=lambda case: tuple(case.callspec.indices.values()))
         mark = cases[0].get_closest_marker("every")
-        assert mark is not None
-        number, first = (*mark.args, 0)[:2]
+        number, first = (*mark.args, 0)[:2] if mark else (OF_SLOW, (len(cases) - 1) % OF_SLOW)
         values = {case: set(_numbers(case, cases)) for case in cases}
         uses = Counter(value for case in cases for value in values[case])
         stays, shown = cases[first::number], set[tuple[str, int]]()
