@@ -37,7 +37,7 @@ test: $(VENV)/dev.done
 again: $(VENV)/dev.done
 	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal -m again
 
-# the quick ones: six in ten cases of `make test`, in a tenth of its time
+# the quick ones: seven in ten cases of `make test`, in a sixth of its time
 quick: $(VENV)/dev.done
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not again" --quick
 
