@@ -28,12 +28,13 @@ big: $(VENV)/train.done
 cluster: $(VENV)/train.done
 	$(BIN)/python benchmarks/cluster.py
 
-# each law once; more processes than a small machine has cores: many tests wait for their own
+# each law; more processes than a small machine has cores: many tests wait for their own
 test: $(VENV)/dev.done
 	$(BIN)/python -m pytest --numprocesses 4 --dist worksteal -m "not again" \
 		--durations-file=build/durations.json
 
-# laws of `make test` once more, at more cost: examples, commands, other libraries, real processes
+# laws of `make test` once more, at more cost: examples, commands, other libraries, real processes,
+# and the other cases of slow tests
 again: $(VENV)/dev.done
 	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal -m again
 

@@ -28,7 +28,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return trained(tmp_path_factory.mktemp("alone"), "--ranks", "1", "--batch", str(ROWS), steps=2)
 
 
-@pytest.mark.every(3, 2)
 @pytest.mark.process
 @pytest.mark.parametrize("flags", [
     "--ranks 2 --tp 2 --batch 16",

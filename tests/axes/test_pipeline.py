@@ -124,7 +124,6 @@ def in_fp64(mesh):
         assert_near(pipe.grads(), wanted, "grad", 1e-12)
 
 
-@pytest.mark.every(2, 1)
 @pytest.mark.parametrize("dp", [2, 3])
 def test_gradients_equal_one_process_in_fp64_and_a_wrong_divisor_shows(dp):
     run(2, dp, in_fp64)

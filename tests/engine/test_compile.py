@@ -202,7 +202,6 @@ def test_activations_leave_the_device_from_compiled_blocks_too(tmp_path):
     same(2, small, units, "aot_eager", offload=Offload(activations="disk", disk=str(tmp_path)))
 
 
-@pytest.mark.every(3)
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("how", [units, torch.compile])
 def test_recompute_inside_and_around_units_changes_nothing(how, use_reentrant):
@@ -322,7 +321,6 @@ def whole_step(rank: int, compiles: Any, stage: int) -> list[float]:
     return [step(tokens.chunk(2)[rank]).item() for tokens in token_batches(STEPS)]
 
 
-@pytest.mark.every(3, 2)
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_compiled_training_step_ends_its_graphs_at_the_engine(stage):
     wanted = run_ranks(2, whole_step, lambda step: step, stage)

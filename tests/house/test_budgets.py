@@ -57,6 +57,9 @@ def test_whole(stage): ...
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_slow(world_size, tier): ...
 
+@pytest.mark.parametrize(("world_size", "stage"), [(4, 0), (1, 3), (2, 1), (3, 2)])
+def test_slow_rows(world_size, stage): ...
+
 def test_lone(): ...
 """
 
@@ -114,10 +117,22 @@ def test_rows_of_a_grid_hold_each_world_size_stage_and_combination_of_the_others
     assert len(rows) == len(grid) + len(axes) + 2 + 1
 
 
-def test_one_of_so_many_cases_stays_and_each_value_that_cases_share(pytester):
+def test_the_same_cases_stay_in_whatever_order_tests_are_collected(pytester):
+    """`make test` and `make again` shuffle apart; together they run all rows, each once."""
+    pytester.makepyfile(test_it=GRID + EVERY)
+    items, _ = pytester.inline_genitems("-p", "no:randomly")
+    left = grids.left_out(items)
+    for shuffled in (items[::-1], sorted(items, key=lambda item: item.name[::-1])):
+        assert grids.left_out(shuffled) == left
+
+
+def test_one_of_so_many_cases_stays_and_each_shared_value_the_most_ranks_and_the_highest_stage(
+    pytester,
+):
     pytester.makepyfile(test_it=EVERY)
     items, _ = pytester.inline_genitems()  # in any order
-    grids.leave_to_again(items, {"test_it.py::test_slow", "test_it.py::test_lone"})
+    slow = ("test_slow", "test_slow_rows", "test_lone")
+    grids.leave_to_again(items, {f"test_it.py::{name}" for name in slow})
     stay = [item for item in items if not item.get_closest_marker("again")]
     assert sorted(item.name for item in stay if item.name.startswith(("test_a", "test_w"))) == [
         "test_alone[3]", "test_whole[0]", "test_whole[1]", "test_whole[3]",
@@ -126,13 +141,10 @@ def test_one_of_so_many_cases_stays_and_each_value_that_cases_share(pytester):
     assert {row["model"] for row in rows} == set(range(4))
     assert {row["mode"] for row in rows} == set("abc")
     assert 6 <= len(rows) <= 8
-    slow = [item.name for item in stay if item.name.startswith(("test_s", "test_l"))]
-    assert sorted(slow) == [
-        "test_lone",
-        "test_slow[1-cpu]",
-        "test_slow[2-cpu]",
-        "test_slow[3-disk]",
-    ]
+    assert sorted(item.name for item in stay if item.name.startswith(slow)) == [
+        "test_lone", "test_slow[1-disk]", "test_slow[2-cpu]", "test_slow[3-disk]",
+        "test_slow_rows[1-3]", "test_slow_rows[3-2]", "test_slow_rows[4-0]",
+    ]  # fmt: skip
 
 
 def test_a_test_that_is_left_out_names_one_that_make_test_runs_and_that_keeps_its_law():

@@ -193,7 +193,6 @@ def test_a_report_says_why_a_run_holds_less_than_predicted():
     run_ranks(2, body)
 
 
-@pytest.mark.every(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_one_rank_that_sums_two_backwards_holds_what_was_predicted(name):
     """Accelerate accumulates so on one rank, without a word to the module."""

@@ -6,7 +6,7 @@ in one of two and in one of four tests; `seldom(keeper)` leaves a case to the fu
 test that keeps the same law at less cost.
 
 `every(number, first)`: `make test` runs one case of so many, and `make again` the others. A test
-that was slow has one of three stay, counted from its last case, which has the most ranks.
+that was slow has one of three stay.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.support.budgets import test_of
 AXES = ("world_size", "world", "ranks", "stage")
 KEPT = {"corner": 4, "half": 2}
 OF_SLOW = 3
-"""One of so many cases of a slow test stays: 0.7 of all CPU seconds."""
+"""One of so many cases of a slow test stays: about three quarters of all CPU seconds."""
 Choice = tuple[tuple[str, int], ...]  # parameters, each with the number of its value
 
 
@@ -37,13 +37,14 @@ def left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
             seldom.add(item)
         elif isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             grids[name].append(item)
-    return seldom.union(*(set(cases) - set(_rows(cases)) for cases in grids.values()))
+    return seldom.union(*(set(cases) - set(_rows(_in_order(cases))) for cases in grids.values()))
 
 
 def leave_to_again(items: Iterable[pytest.Item], slow: Set[str]) -> None:
     """Mark cases of slow tests, and of tests with `every`, by `again`: all but one of so many.
 
-    Of each value that several cases share, one case stays.
+    Of each value that several cases share, one case stays; so does one with the most ranks, and
+    one at the highest stage.
     """
     tests = defaultdict[str, list[pytest.Function]](list)
     for item in items:
@@ -52,17 +53,23 @@ def leave_to_again(items: Iterable[pytest.Item], slow: Set[str]) -> None:
         if is_one_of_so_many and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             tests[name].append(item)
     for name, shuffled in tests.items():
-        cases = sorted(shuffled, key=lambda case: tuple(case.callspec.indices.values()))
+        cases = _in_order(shuffled)
         mark = cases[0].get_closest_marker("every")
         number, first = (*mark.args, 0)[:2] if mark else (OF_SLOW, (len(cases) - 1) % OF_SLOW)
         values = {case: set(_numbers(case, cases)) for case in cases}
         uses = Counter(value for case in cases for value in values[case])
-        stays, shown = cases[first::number], set[tuple[str, int]]()
-        for case in (*stays, *cases):
-            if case in stays or any(uses[value] > 1 for value in values[case] - shown):
-                shown |= values[case]
+        wanted = {value for value in uses if uses[value] > 1} | _largest(cases)
+        stays = cases[first::number]
+        for case in (*stays, *reversed(cases)):
+            if case in stays or values[case] & wanted:
+                wanted -= values[case]
             else:
                 case.add_marker(pytest.mark.again(name))
+
+
+def _in_order(shuffled: Iterable[pytest.Function]) -> list[pytest.Function]:
+    """As they are written: `make test` and `make again`, which shuffle apart, choose the same."""
+    return sorted(shuffled, key=lambda case: tuple(case.callspec.indices.values()))
 
 
 def _rows(cases: Sequence[pytest.Function]) -> list[pytest.Function]:
@@ -83,6 +90,17 @@ def _rows(cases: Sequence[pytest.Function]) -> list[pytest.Function]:
             uses[axes[case]] += 1
             rows.append(case)
     return rows
+
+
+def _largest(cases: Sequence[pytest.Function]) -> set[tuple[str, int]]:
+    """The most ranks and the highest stage, each as `_numbers` has it."""
+    largest = set[tuple[str, int]]()
+    for axis in AXES:
+        counts = [case for case in cases if isinstance(case.callspec.params.get(axis), int)]
+        if counts:
+            last = max(counts, key=lambda case: int(case.callspec.params[axis]))
+            largest |= {pair for pair in _numbers(last, cases) if pair[0] == axis}
+    return largest
 
 
 def _numbers(case: pytest.Function, cases: Sequence[pytest.Function]) -> Choice:
