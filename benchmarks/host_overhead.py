@@ -1,7 +1,8 @@
-"""Host time of the engine per unit, forward + backward, beside FSDP2's, in one run.
+"""Host time of the engine per unit, forward + backward, compared with FSDP2's, in one run.
 
 Tiny layers and fake process groups of 1 and of 8 ranks leave nothing but host work. Rounds
-interleave the engines and the plain module; printed are medians of (sharded - plain) / units.
+interleave the engines and the plain module; printed are medians of (sharded - plain) / units, and
+of the time to shard a module.
 
     python benchmarks/host_overhead.py
 """
@@ -86,6 +87,28 @@ def measure(num_units: int, num_linears: int, rounds: int) -> dict[str, float]:
     }
 
 
+def measure_sharding(num_units: int, rounds: int) -> dict[str, float]:
+    """Milliseconds to shard a module whose units have 12 parameters, for each engine."""
+    groups_of = {"fsdp2": 1, "onefold, 1 optimizer group": 1, "onefold, 2": 2}
+    times: dict[str, list[float]] = {name: [] for name in groups_of}
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for number in range(rounds + 1):
+        for name, num_groups in groups_of.items():
+            module = Stack(num_units, 6)
+            parameters = list(module.parameters())
+            groups = [{"params": parameters[first::num_groups]} for first in range(num_groups)]
+            optimizer = torch.optim.AdamW(groups)
+            start = time.perf_counter()
+            if name == "fsdp2":
+                for part in (*module.layers, module):
+                    fully_shard(part, mesh=mesh)
+            else:
+                onefold.shard(module, optimizer, stage=3)
+            if number:  # the first one probes the class of the optimizer
+                times[name].append(time.perf_counter() - start)
+    return {name: 1e3 * statistics.median(taken) for name, taken in times.items()}
+
+
 def main() -> None:
     """Print milliseconds per unit for units of 2 and of 12 parameters on 1 and 8 ranks."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -95,19 +118,24 @@ def main() -> None:
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    results = {}
+    results, sharding = {}, {}
     for world_size in (1, 8):
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
         for linears in (1, 6):
             name = f"{2 * linears} parameters, {world_size} ranks"
             results[name] = measure(options.units, linears, options.rounds)
+        name = f"{options.units * 12} parameters, {world_size} ranks"
+        sharding[name] = measure_sharding(options.units, 1 + options.rounds // 3)
         dist.destroy_process_group()
     if options.json:
-        print(json.dumps(results))
+        print(json.dumps({**results, "to shard": sharding}))
         return
     for size, by_engine in results.items():
         cells = "   ".join(f"{name} {ms:6.3f} ms" for name, ms in by_engine.items())
         print(f"units of {size:22s} {cells}")
+    for size, by_engine in sharding.items():
+        cells = "   ".join(f"{name} {ms:4.0f} ms" for name, ms in by_engine.items())
+        print(f"to shard {size:22s} {cells}")
 
 
 if __name__ == "__main__":
