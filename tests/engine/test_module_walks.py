@@ -90,21 +90,14 @@ def test_forward_and_backward_make_few_python_calls_for_a_unit(stage, num_layers
     def calls(num_units: int) -> int:
         def body(rank: int) -> int:
             module = onefold.shard(seeded(Stack, num_units, num_layers), stage=stage)
-            x, num_calls = torch.ones(2, 4), 0
 
-            def count(frame: FrameType, event: str, _: object) -> None:
-                nonlocal num_calls
-                num_calls += event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
+            def train() -> None:
+                module(torch.ones(2, 4)).sum().backward()
 
-            for _ in range(4):
+            for _ in range(3):
+                train()
                 module.zero_grad()
-                num_calls = 0
-                sys.setprofile(count)
-                try:
-                    module(x).sum().backward()
-                finally:
-                    sys.setprofile(None)
-            return num_calls
+            return num_calls(train, within=PACKAGE)
 
         return int(run_ranks(3, body)[0])
 
@@ -132,12 +125,13 @@ def test_shard_and_the_first_step_make_few_python_calls_for_a_parameter():
         assert (many - few) / (2 * 2 * 4) <= most
 
 
-def num_calls(work: Callable[[], object]) -> int:
+def num_calls(work: Callable[[], object], within: str = "") -> int:
+    """Python calls of `work`, of functions in files below a folder."""
     total = 0
 
-    def count(_frame: FrameType, event: str, _: object) -> None:
+    def count(frame: FrameType, event: str, _: object) -> None:
         nonlocal total
-        total += event == "call"
+        total += event == "call" and frame.f_code.co_filename.startswith(within)
 
     sys.setprofile(count)
     try:
