@@ -34,10 +34,10 @@ _staying: set[int] = (
 
 
 def spare_collector() -> None:
-    """Leave what was made until now to nobody: the collector would look through it, and copy it.
+    """Let the collector skip all objects that exist: it would scan them, and so copy their pages.
 
-    It looks less often too: a step of a rank makes thousands of objects, and 8 % of the CPU seconds
-    of three files went to looking.
+    It runs less often, too: a step of a rank makes thousands of objects, and 8 % of the CPU seconds
+    of three files went to the collector.
     """
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)

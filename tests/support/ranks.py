@@ -37,8 +37,8 @@ WARM = (
     "torch._dynamo",
     "torch._refs",
 )
-"""What ranks import, up to eight seconds of a core each: once for all tests of a worker, as only
-the first list that a server of forks gets counts."""
+"""What ranks import, up to eight seconds of a core each. One list for all tests of a worker: a
+server of forks reads the first that it gets, and no later one."""
 
 MEMORY = Path("/dev/shm")
 """Where ranks meet: every look at a store of files on a disk reads and locks one."""

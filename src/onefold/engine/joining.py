@@ -41,7 +41,7 @@ def bind(optimizer: Optimizer, engine: Engine) -> OptimizerBinding:
 def check_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> None:
     """Raise `ConfigError` if an optimizer that has stepped holds state that cannot be cut.
 
-    The first call asks what a step does: where ranks agree, as the class may raise on one of them.
+    This probes the class first, where ranks agree on errors: it may raise on one of them alone.
     """
     if behaviour_of(optimizer).kind != "elementwise":
         return
