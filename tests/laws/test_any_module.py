@@ -1488,10 +1488,30 @@ def test_gradients_changed_by_hand_are_stepped(world_size):
                 for parameter in module.blocks.parameters():
                     parameter.grad.mul_(0.5)
                 module.last.bias.grad = module.last.bias.grad * 2
+                module.last.weight.grad.data = module.last.weight.grad.data.sign()
+                module.first.weight.grad.data = torch.full_like(module.first.weight, 0.1)
                 module.first.bias.grad = None
             process.note_grads(f"{index}", module)
             optimizer.step()
             optimizer.zero_grad(set_to_none=index == 0)
+        process.note_weights(module)
+
+    law_1(world_size, script)
+
+
+@every_world
+def test_a_sum_goes_on_from_gradients_whose_data_was_replaced(world_size):
+    def script(process: Process) -> None:
+        module, optimizer = process.ready(Tower)
+        for index, batch in enumerate(rows(4)):
+            process.mean(squared(module), batch).backward()
+            if index % 2 == 0:
+                for parameter in module.parameters():
+                    parameter.grad.data = parameter.grad.data * 0.5
+                continue
+            process.note_grads(f"{index}", module)
+            optimizer.step()
+            optimizer.zero_grad()
         process.note_weights(module)
 
     law_1(world_size, script)

@@ -55,7 +55,7 @@ class FlatGroup:
     def grad(self) -> Tensor:
         """Return the mean gradient [numel], in the dtype in which it was reduced."""
         reduced = self.unit.gradient.reduced
-        if reduced is not None and _has_flat_grad(self.parameters[0]):
+        if reduced is not None and self.unit.gradient.shows_mean(self.parameters[0]):
             return self.part(reduced.tensor)
         (parameter,) = self.parameters  # a gradient that lies elsewhere makes a group of its own
         assert parameter.sharded.grad is not None, "a parameter without gradient is stepped"
@@ -210,7 +210,7 @@ class FlatStep:
 
     def _flat_groups(self, unit: Unit, members: list[list[UnitParameter]]) -> list[list[FlatGroup]]:
         """Return the unit's flat groups, cut again if other parameters are stepped than before."""
-        key = [[(id(p), _has_flat_grad(p)) for p in group] for group in members]
+        key = [[(id(p), unit.gradient.shows_mean(p)) for p in group] for group in members]
         known = self._cuts.get(unit)
         if known is None or known[0] != key:
             self._split(unit)
@@ -235,8 +235,8 @@ class FlatStep:
             joins = (
                 last is not None
                 and index[last] + 1 == index[parameter]
-                and _has_flat_grad(last)
-                and _has_flat_grad(parameter)
+                and unit.gradient.shows_mean(last)
+                and unit.gradient.shows_mean(parameter)
                 and self._signature(last) == self._signature(parameter)
             )
             stretches[-1].append(parameter) if joins else stretches.append([parameter])
@@ -254,7 +254,7 @@ class FlatStep:
         rank = unit.context.rest_rank
         first, last = (unit.parameters.index(p) for p in (parameters[0], parameters[-1]))
         start, stop = unit.rest.span(first, last, rank)
-        if not _has_flat_grad(parameters[0]):  # its gradient has no gap behind it
+        if not unit.gradient.shows_mean(parameters[0]):  # its gradient has no gap behind it
             stop = start + parameters[0].local.numel()
         weight, stepped = unit.weight.tensor[start:stop], unit.stepped[start:stop]
         shown: Tensor = nn.Parameter(stepped)
@@ -319,12 +319,6 @@ def _segment(flat: FlatGroup, rule: Rule) -> Segment:
     moments = tuple(name for name, value in flat.state.items() if flat.is_flat(value))
     owner = unit.gradient.reduced
     return Segment(flat.start, flat.grad(), rule, moments, flat.state, is_new, owner)
-
-
-def _has_flat_grad(parameter: UnitParameter) -> bool:
-    """True if the gradient is a slice of its unit's flat reduced gradient."""
-    gradient = parameter.unit.gradient
-    return gradient.reduced is not None and parameter.sharded.grad is gradient.shown.get(parameter)
 
 
 NUMBERS = ("step", "mu_product", "eta", "mu")

@@ -75,6 +75,18 @@ class UnitGradient:
         """The buffer of reduced gradients; None while there are none."""
         return self._means.held
 
+    def shows_mean(self, parameter: UnitParameter) -> bool:
+        """True if `.grad` is over the parameter's rows of the flat mean, as it was shown.
+
+        A user may have assigned another gradient, or, to one that is a plain tensor, other data.
+        """
+        grad, flat = parameter.sharded.grad, self._means.held
+        if flat is None or grad is not self.shown.get(parameter):
+            return False
+        if type(grad) is not Tensor:
+            return True
+        return grad.untyped_storage().data_ptr() == flat.tensor.untyped_storage().data_ptr()
+
     def check_there(self, parameter: UnitParameter) -> None:
         """Raise `StateError` if the parameter's gradient was used up by a step in backward."""
         if self._is_consumed:
@@ -357,7 +369,7 @@ class UnitGradient:
             grad, is_bare = parameter.sharded.grad, parameter.sharded is parameter.unsharded
             adds = grad is not None and not is_bare and not self._shows_nothing(parameter)
             fresh.append(not adds)
-            if adds and grad is not None and grad is not self.shown.get(parameter):
+            if adds and grad is not None and not self.shows_mean(parameter):
                 self._rest_view(parameter).copy_(parameter.unwrap(grad))
                 self._give(parameter, self._rest_view(parameter))
         return MeanRows(flat, [rows[p.index] for p in parameters], fresh)

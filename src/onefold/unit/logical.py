@@ -26,6 +26,7 @@ from onefold.unit.functions import (
     NEW,
     READS,
     REFUSALS,
+    SET_DATA,
     SHAPED,
     fills,
     has_no_identity,
@@ -173,6 +174,14 @@ def _set_item(target: DTensor, index: Any, value: Any) -> None:
     full = target.full_tensor()
     full[index] = value
     target.copy_(_cut_like(target, full))
+
+
+def _set_data(target: LogicalValues, value: Tensor) -> None:
+    """`target.data = value`, copied: DTensor would set the data of a wrapper that has none."""
+    if value.shape != target.shape:
+        raise refusals.MIXED_WRITE(target._label, f".data = a tensor of {list(value.shape)}")
+    with torch.no_grad():
+        run_sharded(Tensor.copy_, (target, value), {})
 
 
 def _fill(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -337,6 +346,8 @@ class LogicalTensor(LogicalValues):
             await_readers(leaves)
             if func in NEW:
                 return func(args[0]._local_tensor, *args[1:], **kwargs)
+            if func == SET_DATA:
+                return _set_data(*args)
             if writes(func) and isinstance(leaves[0], DTensor):
                 _refuse_lost_write(leaves[0])
             if func is torch._foreach_norm and not all(isinstance(t, DTensor) for t in args[0]):
