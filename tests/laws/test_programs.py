@@ -17,6 +17,7 @@ from onefold.errors import ConfigError, WireError
 from tests.support.forking import HANG_S
 from tests.support.programs.drawing import Drawn, DrawnLeg, draw, draw_trainer
 from tests.support.programs.judging import Judge, judge_seed
+from tests.support.programs.rounded import ROUNDED
 from tests.support.programs.shrinking import shrink
 from tests.support.programs.verdicts import Ended, Verdict, of_exception
 from tests.support.ranks import run_ranks
@@ -102,14 +103,13 @@ def off_by(factor):
 
 
 @pytest.mark.every(2)
-@pytest.mark.parametrize("seed", [52054, 52165, 81827, 90764, 91446, 95519, 96669, 99159, 101551])
-def test_rounding_that_a_program_blows_up_is_no_defect(seed):
+@pytest.mark.parametrize("drawn", ROUNDED, ids=lambda drawn: str(drawn.seed))
+def test_rounding_that_a_program_blows_up_is_no_defect(drawn):
     """int4 over an error that feedback kept; fp32 masters of a bfloat16 module; LBFGS that diverges
     after an edit, which ended what noise in initial weights would tell; a sign that Rprop looks
     at; sums and a mean in bfloat16 that cancel; frozen int8 weights, read at rest; a
     penalty on weights as an int8 wire brings them."""
-    _, verdict = judge_seed(seed, Judge(run_ranks))
-    assert verdict == Verdict("right")
+    assert Judge(run_ranks).judge(drawn, drawn.seed % 2 == 0) == Verdict("right")
 
 
 BRANCHES = replace(
@@ -129,9 +129,12 @@ WIRE = WireError("gather of unit 'one' on every rank", "another unit on rank 2",
         (("Gated()",), KeyError("x"), "raw"),
     ],
 )
-def test_an_error_of_the_wire_refuses_other_branches_if_every_rank_names_it(blocks, others, kind):
+@pytest.mark.parametrize("first", [WIRE, AttributeError("of the threads' process group")], ids=str)
+def test_an_error_of_the_wire_refuses_other_branches_if_every_rank_names_it(
+    first, blocks, others, kind
+):
     def fails(*args):
-        raise WIRE
+        raise first
 
     def ends(*args):
         verdicts = [of_exception(WIRE), others and of_exception(others), of_exception(WIRE)]

@@ -379,14 +379,33 @@ class Mixed(nn.Module):
 
 
 class Parametrized(nn.Module):
-    """A Linear with weight norm or an orthogonal weight."""
+    """A Linear with weight norm (also by torch's older hooks) or an orthogonal weight."""
 
     def __init__(self, how: str = "weight_norm") -> None:
         super().__init__()
-        self.inner = getattr(nn.utils.parametrizations, how)(nn.Linear(8, 8))
+        old = nn.utils.weight_norm
+        make = old if how == "old" else getattr(nn.utils.parametrizations, how)
+        self.inner = make(nn.Linear(8, 8))
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.tanh(self.inner(x))
+
+
+class Rebuilt(nn.Module):
+    """An initialiser that computes a buffer, and draws the weights of its child as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.register_buffer("ramp", torch.empty(8), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.normal_(self.inner.weight, std=0.3)
+        self.ramp = torch.linspace(0.5, 1.5, 8, device=self.inner.weight.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(x * self.ramp.to(x.dtype)))
 
 
 class Hooked(nn.Module):

@@ -20,8 +20,9 @@ BLOCKS = (
     "Borrowed()", "Borrowed(False)", "Buffered()", "Experts()", "Experts(7)",
     "Experts(2, dense=True)", "Stacked()", "Stacked(2)", "Packed()", 'Packed("tuple")',
     "InPlace()", "Detached()", 'Detached("detach")', "Mixed()", 'Mixed("bfloat16")',
-    "Parametrized()", 'Parametrized("orthogonal")', "Hooked()", 'Hooked("pre")',
-    'Hooked("backward")', "Gated()", "nn.PReLU(8)", "nn.PReLU()", "nn.Tanh()",
+    "Parametrized()", 'Parametrized("orthogonal")', 'Parametrized("old")', "Rebuilt()",
+    "Hooked()", 'Hooked("pre")', 'Hooked("backward")', "Gated()", "nn.PReLU(8)", "nn.PReLU()",
+    "nn.Tanh()",
     "nn.Sequential(nn.Linear(8, 5), nn.GELU(), nn.Linear(5, 8))",
 )  # fmt: skip
 
@@ -43,15 +44,21 @@ OPTIMIZERS = (
     "torch.optim.AdamW(ps, lr=0.01, eps=1e-4, foreach=True)",
     "torch.optim.AdamW(ps, lr=0.01, eps=1e-4, fused=True)",
     "torch.optim.Adam(ps, lr=torch.tensor(0.01), eps=1e-4)",
+    "torch.optim.AdamW(ps, lr=torch.tensor(0.01), eps=1e-4, fused=True)",
+    "torch.optim.SGD(ps, lr=torch.tensor(0.05), momentum=0.9)",
     "torch.optim.Adam(ps, lr=0.01, eps=1e-4, weight_decay=0.1, maximize=True)",
     "torch.optim.Adamax(ps, lr=0.01, eps=1e-4)", "torch.optim.NAdam(ps, lr=0.01, eps=1e-4)",
     "torch.optim.NAdam(ps, lr=0.01, eps=1e-4, decoupled_weight_decay=True)",
+    "torch.optim.NAdam(ps, lr=0.01, eps=1e-4, weight_decay=0.1, foreach=True)",
+    "torch.optim.RAdam(ps, lr=0.01, eps=1e-4, weight_decay=0.1, decoupled_weight_decay=True)",
     "torch.optim.RAdam(ps, lr=0.01, eps=1e-4)", "torch.optim.Adagrad(ps, lr=0.02, eps=1e-3)",
     "torch.optim.Adadelta(ps, lr=0.5)",
     "torch.optim.RMSprop(ps, lr=0.01, eps=1e-3, momentum=0.5, centered=True)",
     "torch.optim.RMSprop(ps, lr=0.01, eps=1e-3)", "torch.optim.Rprop(ps, lr=0.01)",
+    "torch.optim.ASGD(ps, lr=0.02)",
+    "torch.optim.ASGD(ps, lr=0.02, lambd=0.01, t0=2, foreach=True)",
     # Adafactor's own eps is that of the weight's dtype, so another one with wider masters
-    "torch.optim.ASGD(ps, lr=0.02)", "torch.optim.Adafactor(ps, lr=0.02, eps=(2**-23, 1e-3))",
+    "torch.optim.Adafactor(ps, lr=0.02, eps=(2**-23, 1e-3))",
     "torch.optim.Muon([p for p in ps if p.dim() == 2], lr=0.01)",
     "torch.optim.LBFGS(ps, lr=0.1, max_iter=3)", "SignMomentum(ps)", "Counting(ps)",
     "Normalized(ps)", "Coupled(ps)",
@@ -59,6 +66,7 @@ OPTIMIZERS = (
 
 GROUPS = {
     "of_all": 10, "of_trained": 4, "of_named": 2, "of_groups": 4, "of_two": 3, "of_half": 2,
+    "of_decay": 2,
 }  # fmt: skip
 """Names of optimizers.py, and how often each is drawn."""
 
@@ -142,8 +150,10 @@ OPERATIONS = (
     _O("train_by_layers", 2, {"micros": (1, 2, 3), "order": ("layers", "keep", "plain", "auto")}),
     _O("train_by_closure"), _O("train_twice"), _O("train_jointly"), _O("train_retained"),
     _O("train_with_penalty", 1, {"power": (1, 2)}), _O("train_on_input_gradient", 0.5),
-    _O("train_under_autocast", 0.3),
-    _O("train_on_scaled_gradients", 1.5, {"how": ("mul_", "assign", "zeros", "none")}),
+    _O("train_under_autocast", 0.3), _O("train_on_sum"),
+    _O("abort_step", 1, {"where": ("pre", "post", "closure")}),
+    _O("train_on_scaled_gradients", 1.5, {"how": ("mul_", "assign", "zeros", "none", "sign_",
+                                                        "data.sign_", "set data")}),
     _O("train_on_assigned_gradients"), _O("skip_step", 1, {"zero": ZERO}), _O("step_alone", 0.7),
     _O("train_submodule", 1, {"number": NUMBERS}),
     _O("train_with_gradient_hooks", 1, {"kind": ("post accumulate",) * 5 + ("tensor",)}),

@@ -304,6 +304,8 @@ def draw_options(r: random.Random, world: int) -> dict[str, str]:
             options["wire"] = r.choice(kinds)
     if r.random() < 0.35:
         options["units"] = r.choice(UNITS)
+    if r.random() < 0.1:
+        options["meta"] = r.choice(('"before"', '"after"'))
     if (stage or careless) and world > 1 and "nodes" not in options and r.random() < 0.12:
         options["shares"] = str([r.choice((0, 1, 1, 2, 3)) for _ in range(world - 1)] + [1])
     return options

@@ -14,11 +14,13 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from safetensors.torch import save_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -126,9 +128,9 @@ class Process:
         self.leg, self.batches, self.noted = leg, leg * BATCHES_OF_LEG, 0
         options = self.program.legs[leg].options
         if leg == 0 or not self.is_plain:
-            self._build(seed=leg)
+            whole = self._build(seed=leg)
             if not self.is_plain:
-                self._shard(options)
+                self._shard(options, whole)
         elif self.is_plain:
             self._forget()
         parameters = self.parameters
@@ -149,7 +151,8 @@ class Process:
     def checkpoint(self, leg: int) -> str:
         return f"{self.folder}/leg{leg}"
 
-    def _build(self, seed: int) -> None:
+    def _build(self, seed: int) -> nn.Module:
+        """Build the module, which may be on meta: returns one with values."""
         with BUILDING:
             torch.manual_seed(seed)
             self.model = self.program.build()
@@ -160,6 +163,10 @@ class Process:
                     if parameter.is_floating_point() or parameter.is_complex():
                         noise = self.shift * torch.randn_like(parameter)
                         parameter.data.mul_(1 + noise)
+            whole = self.model
+            if not self.is_plain and "meta" in self.program.legs[self.leg].options:
+                with torch.device("meta"):
+                    self.model = self.program.build().to(self.program.dtype)
         if not self.is_plain and dist.is_initialized():
             dist.barrier()  # a recomputation of one rank sets the generator that threads share
         self.optimizers = self.program.optimizers(self.model)
@@ -167,9 +174,14 @@ class Process:
             self.schedules = [self.program.schedule(optimizer) for optimizer in self.optimizers]
         if self.is_plain and self.program.decay is not None:
             self.average = [parameter.detach().clone() for parameter in self.parameters]
+        return whole
 
-    def _shard(self, options: dict[str, Any]) -> None:
+    def _shard(self, options: dict[str, Any], whole: nn.Module) -> None:
         options = dict(options)
+        meta = None if self.leg else options.get("meta")
+        options.pop("meta", None)
+        if meta == "before":
+            self._load_values(whole)
         if "trainer" in options:  # it shards the module itself
             return
         if "stream" in options:
@@ -180,6 +192,8 @@ class Process:
                 number = options.pop(name)
                 options["mesh"] = self._mesh(number, axes)
         onefold.shard(self.model, self.optimizers, **self._in_folder(options))
+        if meta == "after":
+            self._load_values(whole)
         if "mesh" in options and "island" in str(self.program.legs[self.leg].options):
             average = partial(torch.optim.SGD, lr=1.0)
             self.islands = onefold.islands(self.model, self.optimizers, every=1, outer=average)
@@ -189,6 +203,15 @@ class Process:
             extra = self.load(self.checkpoint(self.leg - 1))
             for schedule, state in zip(self.schedules, extra["schedules"], strict=True):
                 schedule.load_state_dict(state)
+
+    def _load_values(self, whole: nn.Module) -> None:
+        """Fill a module that was built on meta from a file of another with values."""
+        if self.rank == 0:
+            Path(f"{self.folder}/values").mkdir()
+            save_model(whole, f"{self.folder}/values/model.safetensors")
+        if dist.is_initialized():
+            dist.barrier()
+        onefold.load_pretrained(self.model, f"{self.folder}/values")
 
     def load(self, folder: str) -> Any:
         """Load a checkpoint, on all ranks: threads share the generator that each sets again."""

@@ -148,9 +148,47 @@ def train_on_scaled_gradients(p: Process, how: str = "mul_") -> None:
             q.grad = q.grad * 0.5
         elif how == "zeros":
             q.grad = torch.zeros_like(q)
+        elif how == "sign_":
+            q.grad.sign_()
+        elif how == "data.sign_":
+            q.grad.data.sign_()
+        elif how == "set data":
+            q.grad.data = q.grad.data.sign()
         else:
             q.grad = None
     p.step()
+
+
+def train_on_sum(p: Process) -> None:
+    """The sum over a rank's rows in place of the mean."""
+    losses = [(p.model(part).float() - 1).square().sum() / 64 for part in p.parts(p.batch())]
+    loss = p.mean(losses)
+    loss.backward()
+    p.note_mean("sum", loss)
+    read_gradients(p)
+    p.step()
+
+
+def abort_step(p: Process, where: str = "pre") -> None:
+    """A step that a user's hook or closure ends by an error, and that is then repeated."""
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    p.loss(p.batch()).backward()
+    for optimizer in p.optimizers:
+        if where == "closure":
+            with suppress(ZeroDivisionError):
+                optimizer.step(fail)
+            continue
+        pre, post = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
+        hook = (pre if where == "pre" else post)(fail)
+        with suppress(ZeroDivisionError):
+            optimizer.step()
+        hook.remove()
+    if where != "post":  # there the weights have moved
+        p.step()
+    p.clear()
 
 
 def train_on_assigned_gradients(p: Process) -> None:

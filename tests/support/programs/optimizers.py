@@ -103,6 +103,18 @@ def of_groups(make: Make) -> Callable[[nn.Module], list[torch.optim.Optimizer]]:
     return optimizers
 
 
+def of_decay(make: Make) -> Callable[[nn.Module], list[torch.optim.Optimizer]]:
+    """Matrices decay, the others do not: the usual groups of a fine-tuning script."""
+
+    def optimizers(module: nn.Module) -> list[torch.optim.Optimizer]:
+        matrices = [p for p in module.parameters() if p.dim() > 1]
+        others = [p for p in module.parameters() if p.dim() <= 1]
+        groups = [(matrices, 0.1), (others, 0.0)]
+        return [make([{"params": ps, "weight_decay": decay} for ps, decay in groups if ps])]
+
+    return optimizers
+
+
 def of_two(make: Make) -> Callable[[nn.Module], list[torch.optim.Optimizer]]:
     """Two optimizers: matrices in one, the others in an SGD."""
 
