@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # `as`: type checkers take these names for public ones
     from onefold.axes.clipping import clip_grad_norm_ as clip_grad_norm_
     from onefold.axes.pipelines.drive import pipeline as pipeline
     from onefold.axes.sequence.splitting import split_sequence as split_sequence
+    from onefold.checkpoint.directory import latest as latest
     from onefold.checkpoint.load import load as load
     from onefold.checkpoint.pretrained import full_state_dict as full_state_dict
     from onefold.checkpoint.pretrained import load_pretrained as load_pretrained
@@ -54,6 +55,7 @@ _HOMES = {
     "onefold.axes.clipping": "clip_grad_norm_",
     "onefold.axes.pipelines.drive": "pipeline",
     "onefold.axes.sequence.splitting": "split_sequence",
+    "onefold.checkpoint.directory": "latest",
     "onefold.checkpoint.load": "load",
     "onefold.checkpoint.pretrained": "full_state_dict load_pretrained save_pretrained",
     "onefold.checkpoint.save": "save",

@@ -787,6 +787,77 @@ def test_a_directory_without_a_checkpoint_is_refused(tmp_path):
         refused(tmp_path / name, got)
 
 
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("held", ["nothing", "no entry", "a draft", "a broken checkpoint"])
+def test_a_run_starts_anew_where_there_is_no_complete_checkpoint(tmp_path, world, held):
+    runs = tmp_path / "runs"
+    if held != "nothing":
+        runs.mkdir()
+    if held == "a draft":
+        (runs / ".step-1.writing").mkdir()
+        (runs / ".step-1.writing" / "__0_0.distcp").write_bytes(b"half")
+    if held == "a broken checkpoint":
+        start(3).save(runs / "step-1")
+        (runs / "step-1" / "manifest.json").unlink()
+
+    def body(rank):
+        run = start(3).train(BATCHES[:1])
+        before = run.state()
+        extra = onefold.load(runs, run.module, run.optimizer, missing_ok=True)
+        assert_equal_states(run.state(), before)
+        return extra, run.train(BATCHES[1:2]).losses
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert onefold.latest(runs) is None
+        results = run_ranks(world, body)
+    said = [str(warning.message) for warning in caught]
+    if held == "a broken checkpoint":
+        assert [line for line in said if "passed over step-1" in line] == said != []
+    else:
+        assert said == []
+    assert [extra for extra, _ in results] == [{}] * world
+    plain = run_ranks(world, lambda rank: start(3).train(BATCHES[:2]).losses)
+    assert [losses for _, losses in results] == plain
+
+
+def test_the_latest_is_the_newest_complete_checkpoint_which_missing_ok_loads_too(tmp_path):
+    def save(rank):
+        run = start(3)
+        for step in (1, 2, 3):
+            run.train([BATCHES[step]]).save(tmp_path / f"step-{step}")
+
+    run_ranks(3, save)
+    (tmp_path / "step-3" / "__1_0.distcp").unlink()
+    assert onefold.latest(tmp_path) == tmp_path / "step-2"
+    assert onefold.latest(tmp_path / "step-1") == tmp_path / "step-1"
+    assert onefold.latest(tmp_path / "step-3") is None
+
+    def load(rank):
+        run = start(3)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # step-3 was passed over
+            return onefold.load(tmp_path, run.module, run.optimizer, missing_ok=True)["step"]
+
+    assert run_ranks(3, load) == [2, 2, 2]
+
+
+def test_a_file_in_the_place_of_a_directory_and_ranks_that_ask_differently_are_refused(tmp_path):
+    (tmp_path / "file").write_text("no checkpoint")
+    with pytest.raises(CheckpointError, match="a file"):
+        onefold.latest(tmp_path / "file")
+
+    def body(rank):
+        run = start(3)
+        with pytest.raises(CheckpointError, match="a file"):
+            onefold.load(tmp_path / "file", run.module, run.optimizer, missing_ok=True)
+        with pytest.raises(CheckpointError, match="missing_ok=True"):
+            onefold.load(tmp_path / "gone", run.module, run.optimizer, missing_ok=rank != 1)
+        run.train(BATCHES[:1])
+
+    run_ranks(3, body)
+
+
 def test_a_newer_format_is_refused(saved, monkeypatch):
     from onefold.checkpoint.directory import FORMAT, read_manifest
 

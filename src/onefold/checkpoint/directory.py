@@ -123,14 +123,54 @@ def find(directory: Path) -> list[Found]:
 
     Raises `CheckpointError` if there is none, with the folders found and why they do not do.
     """
-    if not directory.is_dir():
-        raise _none(directory, "a file" if directory.exists() else "nothing there")
-    if any((directory / name).exists() for name in (MANIFEST, METADATA)):
+    if not directory.exists():
+        raise _none(directory, "nothing there")
+    if _is_checkpoint(directory):
         return [Found(directory, _complete(directory))]
-    complete, broken = _checkpoints_in(directory)
+    complete, broken = look_in(directory)
     if not complete:
         raise _none(directory, "; ".join(broken) or "no checkpoint in it")
     return complete
+
+
+def latest(directory: str | os.PathLike[str]) -> Path | None:
+    """Return the newest complete checkpoint of a directory; None if there is none.
+
+    Not a collective. It reads manifests and sizes of files, and no tensor.
+
+    Args:
+        directory: a directory of checkpoints, or a checkpoint. It need not exist.
+
+    Raises:
+        CheckpointError: a file of that name, or a directory that cannot be read.
+
+    Example:
+        >>> path = onefold.latest("runs")
+        >>> step = onefold.load(path, model, optimizer)["step"] if path else 0
+    """
+    complete, _ = look_in(Path(os.path.abspath(directory)))
+    return complete[0].path if complete else None
+
+
+def look_in(directory: Path) -> tuple[list[Found], list[str]]:
+    """Return complete checkpoints, newest first, and "NAME: why" of what is none.
+
+    `directory` may be a checkpoint itself, or missing. Raises `CheckpointError` for a file.
+    """
+    if not directory.exists():
+        return [], []
+    if not directory.is_dir():
+        raise _none(directory, "a file")
+    if not _is_checkpoint(directory):
+        return _checkpoints_in(directory)
+    try:
+        return [Found(directory, _complete(directory))], []
+    except CheckpointError as error:
+        return [], [f"{directory.name}: {str(error).splitlines()[0]}"]
+
+
+def _is_checkpoint(directory: Path) -> bool:
+    return any((directory / name).exists() for name in (MANIFEST, METADATA))
 
 
 def _checkpoints_in(directory: Path) -> tuple[list[Found], list[str]]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from onefold.checkpoint.agreement import Damaged, collect, together
 from onefold.checkpoint.contents import restore_random_states
-from onefold.checkpoint.directory import Found, find
+from onefold.checkpoint.directory import Found, find, look_in
 from onefold.checkpoint.save import finish_pending
 from onefold.checkpoint.source import Source, open_source, spread_ties
 from onefold.checkpoint.stages import Modules, Optimizers, ShardedModel, Stages
@@ -27,7 +27,10 @@ from onefold.wire.collectives import Group
 from onefold.wire.together import announcing, difference
 
 
-def load(directory: str | os.PathLike[str], module: Modules, optimizer: Optimizers = None) -> Any:
+def load(
+    directory: str | os.PathLike[str], module: Modules, optimizer: Optimizers = None,
+    *, missing_ok: bool = False,
+) -> Any:  # fmt: skip
     """Load a checkpoint into a sharded module, and its optimizer, in place. A collective.
 
     World size, stage, precision and units may differ from those of the save: every rank reads its
@@ -41,6 +44,9 @@ def load(directory: str | os.PathLike[str], module: Modules, optimizer: Optimize
         module: the module that was given to `onefold.shard`; of a pipeline as in `onefold.save`.
             The checkpoint may have been saved with or without one.
         optimizer: as it was given to `onefold.save`; None loads the weights alone.
+        missing_ok: return {} and change nothing where `directory` holds no complete checkpoint: it
+            does not exist, is empty, or the first save was killed. A warning lists the folders
+            that are no complete checkpoints, and why.
 
     Returns: the `extra` that the rank of the same number saved (of rank r modulo the saved world).
 
@@ -53,7 +59,8 @@ def load(directory: str | os.PathLike[str], module: Modules, optimizer: Optimize
     with announcing(stages.data_ranks, CheckpointError):
         finish_pending(stages)
         models = together(stages.group, lambda: stages.models(optimizer))
-        return _load_newest(_Loading(stages.group, models, _names_of(stages, models)), directory)
+        loading = _Loading(stages.group, models, _names_of(stages, models))
+        return _load_newest(loading, directory, missing_ok=missing_ok)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +80,23 @@ def _names_of(stages: Stages, models: Sequence[ShardedModel]) -> frozenset[str]:
     return frozenset(name for names in stages.group.gather(own) for name in names)
 
 
-def _load_newest(loading: _Loading, directory: str | os.PathLike[str]) -> Any:
+def _load_newest(loading: _Loading, directory: str | os.PathLike[str], *, missing_ok: bool) -> Any:
     """Load the newest checkpoint that is not damaged, and return this rank's `extra`."""
     group = loading.group
     is_first = group.rank == 0
 
-    def look() -> tuple[str, list[Found]]:
+    def look() -> tuple[list[str], list[Found], list[str]]:
         path = os.path.abspath(directory)
-        return path, find(Path(path)) if is_first else []
+        asked = [path, f"missing_ok={missing_ok}"]
+        if is_first and missing_ok:
+            return asked, *look_in(Path(path))
+        return asked, find(Path(path)) if is_first else [], []
 
-    candidates = collect(group, look, _differing_directory)[0][1]
+    _, candidates, broken = collect(group, look, _differing_directory)[0]
+    if broken and is_first and not candidates:
+        warnings.warn(f"nothing loaded, passed over {'; '.join(broken)}", stacklevel=3)
+    if not candidates:
+        return {}
     passed_over = list(candidates[0].passed_over)
     for checkpoint in candidates:
         try:
@@ -102,9 +116,11 @@ def _load_newest(loading: _Loading, directory: str | os.PathLike[str]) -> Any:
     raise AssertionError("there is at least one candidate, and the last returns or raises")
 
 
-def _differing_directory(group: Group, said: Sequence[tuple[str, list[Found]]]) -> Failure | None:
-    hint, paths = "every rank loads from the same place", [path for path, _ in said]
-    return difference(group, paths, "directory", hint, CheckpointError)
+def _differing_directory(
+    group: Group, said: Sequence[tuple[list[str], Any, Any]]
+) -> Failure | None:
+    hint, asked = "every rank loads from the same place", [asked for asked, _, _ in said]
+    return difference(group, asked, "directory", hint, CheckpointError)
 
 
 def _load(loading: _Loading, checkpoint: Found) -> Any:
