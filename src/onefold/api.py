@@ -233,6 +233,7 @@ def report(module: nn.Module) -> Report:
         shard=engine.context.rest_rank,
         num_shards=engine.context.rest_world,
         steps=engine.ledger.steps,
+        loaded_steps=engine.ledger.loaded_steps,
         skipped=engine.ledger.skipped,
         offload=engine.facts.description,
         notes=_notes(engine),
@@ -251,12 +252,10 @@ def report(module: nn.Module) -> Report:
 
 
 def _rates(engine: Engine) -> tuple[float | None, float | None]:
-    """Rates since the last report; None, None before the first step, and at the first one after."""
-    if engine.is_inference or not engine.ledger.steps:
+    """Rates of the last steps; the first report after a step starts to measure."""
+    if engine.is_inference or engine.ledger.steps == engine.ledger.loaded_steps:
         return None, None
-    is_new = not engine.facts.has(Meter)
-    meter = Meter.of(engine)
-    return (None, None) if is_new else meter.read()
+    return Meter.of(engine).rates() or (None, None)
 
 
 def _predicted_peaks(engine: Engine) -> dict[str, int]:

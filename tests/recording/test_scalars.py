@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import onefold
+from onefold.recording.meter import STEPS
 from tests.support.hf_ranks import run_forks
 from tests.support.programs.blocks import Borrowed
 from tests.support.ranks import run_ranks, seeded
@@ -37,24 +38,92 @@ def test_a_plain_loop_gets_peaks_bytes_waits_and_its_tokens_a_second():
         onefold.shard(model, optimizer, stage=3)
         tokens = torch.arange(12).view(2, 6) + rank
         assert set(onefold.report(model).scalars()) == {"peak_bytes", "sent_bytes"}
-        before = [time.perf_counter()] * 2  # around the last report
-        for step in range(4):
+        first = [0.0, 0.0]  # around the first report after a step
+        for step in range(STEPS + 3):
             model(tokens).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
             begun = time.perf_counter()
-            report = onefold.report(model)
+            optimizer.step()
             ended = time.perf_counter()
-            numbers, shortest, longest = report.scalars(), begun - before[1], ended - before[0]
-            before = [begun, ended]
+            optimizer.zero_grad()
+            report = onefold.report(model)
+            first = first if step else [ended, time.perf_counter()]
+            numbers = report.scalars()
             assert numbers["peak_bytes"] == report.memory_peak > 0
             assert numbers["sent_bytes"] == sum(t.sent_nbytes for t in report.last_step.values())
+            assert ("tokens_per_s" in numbers) == ("waiting_share" in numbers) == (step > 0)
             if step > 0:
                 assert 0 < numbers["waiting_share"] <= 1
-                assert tokens.numel() / longest < numbers["tokens_per_s"]
-                assert numbers["tokens_per_s"] < tokens.numel() / shortest
+            if 0 < step <= STEPS:
+                counted = step * tokens.numel()
+                assert counted / (ended - first[0]) < numbers["tokens_per_s"]
+                assert numbers["tokens_per_s"] < counted / (begun - first[1])
 
     run_ranks(3, body)
+
+
+@pytest.mark.filterwarnings("ignore:ranks .* drop the same elements")
+def test_a_reader_of_the_report_changes_nothing_of_what_another_reads():
+    """The guide's idiom, beside a reader of each step and one of each line."""
+
+    def body(rank: int) -> list[dict[str, float]]:
+        model = seeded(Words)
+        optimizer = torch.optim.AdamW(model.parameters())
+        onefold.shard(model, optimizer, stage=2)
+        found = []
+        for step in range(5):
+            model(torch.arange(12).view(2, 6) + rank).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            readers = [onefold.report(model) for _ in range(3)]
+            str(readers[0])
+            assert readers[0] == readers[1] == readers[2]
+            if step % 2 == 0:
+                found.append(onefold.report(model).scalars())
+                assert found[-1] == readers[0].scalars()
+        return found
+
+    for first, *later in run_ranks(3, body):
+        assert "tokens_per_s" not in first
+        assert all(n["tokens_per_s"] > 0 and n["waiting_share"] > 0 for n in later)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_after_a_load_the_title_and_the_traffic_count_the_same_steps(world, tmp_path):
+    def body(rank: int) -> tuple[str, Any, Any]:
+        model = seeded(lambda: nn.Sequential(nn.Linear(64, 8), nn.Linear(8, 4)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        onefold.shard(model, optimizer)
+
+        def step() -> None:
+            model(torch.ones(2, 64)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            onefold.report(model)  # rates of steps before a load are not those of a later one
+
+        for _ in range(3):
+            step()
+        onefold.save(tmp_path / "step-3", model, optimizer)
+        step()
+        onefold.load(tmp_path, model, optimizer)
+        report = onefold.report(model)
+        assert (report.steps, report.loaded_steps) == (3, 3)
+        assert report.traffic == report.last_step == {}
+        assert "predicted" not in str(report)
+        assert report.waiting_share is None
+        step()
+        one = onefold.report(model)
+        step()
+        return str(one), one, onefold.report(model)
+
+    for text, one, two in run_ranks(world, body):
+        assert "4 steps, 3 before the load" in text
+        assert one.traffic == one.last_step
+        assert (" 1 step " in text) == bool(one.traffic)
+        sent = {name: traffic.sent_nbytes for name, traffic in one.traffic.items()}
+        assert {name: t.sent_nbytes for name, t in two.traffic.items()} == {
+            name: 2 * nbytes for name, nbytes in sent.items()
+        }
+        assert two.waiting_share is not None
 
 
 def test_a_model_without_tokens_has_no_rate_of_them():
@@ -89,6 +158,12 @@ def _under_trainer(rank: int, folder: Path) -> dict[str, Any]:
 
     logged: list[dict[str, Any]] = []
 
+    class Curious(transformers.TrainerCallback):
+        """Looks at the report before the numbers of a log are read."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            str(onefold.report(kwargs["model"]))
+
     class Dashboard(transformers.TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if "loss" in kwargs["logs"]:
@@ -96,7 +171,7 @@ def _under_trainer(rank: int, folder: Path) -> dict[str, Any]:
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer = trainer_of(folder, Dashboard(), Callback(stage=3), build=_with_dropout)
+        trainer = trainer_of(folder, Curious(), Dashboard(), Callback(stage=3), build=_with_dropout)
         trainer.train()
     own = [str(warning.message) for warning in caught if "ranks" in str(warning.message)]
     generators = torch.get_rng_state().tolist()

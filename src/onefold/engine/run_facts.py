@@ -119,10 +119,6 @@ class RunFacts:
         """Say what would hold so many bytes less than the run does now."""
         return self.predictions[-1].smallest_change(shortage)
 
-    def has(self, subject: type[Any]) -> bool:
-        """True if another room keeps such a record."""
-        return subject in self._subjects
-
     def about(self, subject: type[Subject]) -> Subject:
         """Return the record that another room keeps of the run: the first call makes it."""
         return self._subjects.setdefault(subject, subject())

@@ -64,6 +64,7 @@ class Ledger:
     traffic: dict[str, Traffic] = field(default_factory=dict[str, Traffic])
     last_step: dict[str, Traffic] = field(default_factory=dict[str, Traffic])
     steps: int = 0
+    loaded_steps: int = 0  # of them, before `onefold.load`: their traffic is not known
     skipped: int = 0  # of them, as quantized gradients were not finite
     total: Usage = field(default_factory=Usage)
     advise: Callable[[int], str] | None = None  # what would hold so many bytes less
@@ -133,8 +134,9 @@ class Ledger:
         self.observer = joined([o for o in members_of(self.observer) if o is not observer])
 
     def resume(self, steps: int) -> None:
-        """Go on after so many optimizer steps of the run that was loaded."""
-        self.steps = steps
+        """Go on after so many optimizer steps of the run that was loaded; count traffic anew."""
+        self.steps = self.loaded_steps = steps
+        self.forget_traffic()
 
     def skip_step(self) -> None:
         """Count a step that no rank takes."""
@@ -161,6 +163,7 @@ class Ledger:
     def forget_traffic(self) -> None:
         """Start counting anew; `shard` calls it so that set-up is not counted as training."""
         self.traffic.clear()
+        self.last_step = {}
         self._begun, self._ended = {}, {}
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from onefold.engine.engine import Engine
 from onefold.engine.watch import tensors_in
+from onefold.layout.ledger import Ledger
 from onefold.layout.observer import UNTIMED, NoteSpan, Observer, Span, Stream, members_of
 from onefold.recording.allocator import allocator_probe
 
@@ -17,29 +20,58 @@ _WAITS = ("wait", "wait_step")
 """Spans of the training thread in which it waits for a message, or for a background step."""
 
 
+STEPS = 10
+"""Rates are those of the last steps, at most so many."""
+
+
+class Mark(NamedTuple):
+    """The end of a step: its number, the time, and sums since the meter began."""
+
+    step: int
+    at: float
+    waited_s: float
+    tokens: int
+
+
 class Meter(Observer):
-    """Observes one sharded module from one reading to the next."""
+    """Observes the steps of one sharded module. Reading it changes nothing."""
 
     def __init__(self) -> None:
-        self._begun = time.perf_counter()
+        self._marks: deque[Mark] = deque(maxlen=STEPS + 1)
         self._waited_s, self._tokens = 0.0, 0
+        self._ledger = Ledger()  # of no module yet
 
     @staticmethod
     def of(engine: Engine) -> Meter:
         """Return the meter of a module; the first call starts it."""
         meter, root = engine.facts.about(Meter), engine.module()
         if meter not in members_of(engine.ledger.observer) and root is not None:
+            meter._ledger = engine.ledger
             engine.ledger.watch(meter)
             root.register_forward_pre_hook(meter.count, with_kwargs=True)
-            meter.read()
+            meter._mark()
         return meter
 
-    def read(self) -> tuple[float, float]:
-        """Return the share of the time since the last reading that waited, and tokens a second."""
-        now = time.perf_counter()
-        seconds, waited, tokens = max(now - self._begun, 1e-9), self._waited_s, self._tokens
-        self._begun, self._waited_s, self._tokens = now, 0.0, 0
+    def rates(self) -> tuple[float, float] | None:
+        """Return the share of the time of the last steps that waited, and tokens a second.
+
+        None before a step has ended since the meter began, or since another run was loaded.
+        """
+        first, last = self._marks[0], self._marks[-1]
+        if last.step == first.step or last.step != self._ledger.steps:
+            return None
+        seconds = max(last.at - first.at, 1e-9)
+        waited, tokens = last.waited_s - first.waited_s, last.tokens - first.tokens
         return min(1.0, waited / seconds), tokens / seconds
+
+    def _mark(self) -> None:
+        """A step ends, or goes on after another optimizer's: note what there is up to now."""
+        step = self._ledger.steps
+        if self._marks and step == self._marks[-1].step:
+            self._marks.pop()
+        elif self._marks and step != self._marks[-1].step + 1:
+            self._marks.clear()  # a load is no step
+        self._marks.append(Mark(step, time.perf_counter(), self._waited_s, self._tokens))
 
     @torch._disable_dynamo  # see [Note: torch.compile] in engine/hooks.py
     def count(self, _: nn.Module, args: object, kwargs: object) -> None:
@@ -54,7 +86,7 @@ class Meter(Observer):
     def begin(self, stream: Stream, verb: str, unit: str) -> Span:
         if stream is Stream.COMPUTE and verb in _WAITS:
             return NoteSpan(partial(self._note_wait, time.perf_counter()))
-        return UNTIMED
+        return NoteSpan(self._mark) if (stream, verb) == (Stream.PHASE, "step") else UNTIMED
 
     def _note_wait(self, begun: float) -> None:
         self._waited_s += time.perf_counter() - begun

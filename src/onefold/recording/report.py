@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from onefold.layout.ledger import Ledger, Traffic, Usage
-from onefold.text import columns, common_unit, format_bytes, format_share, in_unit
+from onefold.text import columns, common_unit, counted, format_bytes, format_share, in_unit
 
 if TYPE_CHECKING:  # `onefold report` writes a page without torch
     from onefold.unit.unit import Unit
@@ -41,13 +41,15 @@ class Report:
     Attributes:
         shard: this rank's shard of `num_shards`. Where nodes are replicas, each local rank has one;
             at stage 0 there is one in all.
+        loaded_steps: steps of them that were taken before the last `onefold.load`.
         skipped: steps that were not taken, because quantized gradients were not finite.
         offload: the plan for the tiers with its reason; empty if all is on the device.
         notes: messages that the run could save, and how.
         memory: `memory[kind][tier]` is bytes now and at the peak, by `onefold.layout.ledger.Kind`.
         predicted: predicted peak by kind over CPU and device memory, and for "all" together; empty
             before the first step.
-        traffic: calls and bytes sent from this rank, by collective. `gather` and `reduce_scatter`
+        traffic: calls and bytes sent from this rank since `onefold.shard` or `onefold.load`, by
+            collective. `gather` and `reduce_scatter`
             are those of docs/concepts/memory.md, `control` is flags and 0-dim parameters,
             `whole_matrix` is the matrices that matrix optimizers exchange, `optimizer_sum` the sums
             that Prodigy and D-Adaptation take over all elements.
@@ -56,10 +58,10 @@ class Report:
         row_shares: the part of the rows of a global batch that each rank should take, in rank
             order; they add up to 1. Equal until `onefold.mixed.RowSampler.follow` measures speeds.
         shares: the weight of each rank's share of the state; None where all hold the same.
-        waiting_share: the part of the time since the last report that the training thread waited
-            for messages and background steps (on a GPU: that its host did); None at first.
-        tokens_per_s: tokens of this rank a second, since the last report; None at first, and for
-            modules that take none.
+        waiting_share: the part of the time of the last steps, at most 10, that the training thread
+            waited for messages and background steps (on a GPU: that its host did). The first
+            report after a step starts to measure; None until the next step has ended.
+        tokens_per_s: tokens of this rank a second in these steps; None for modules that take none.
     """
 
     stage: int
@@ -78,6 +80,7 @@ class Report:
     last_step: dict[str, Traffic]
     units: tuple[UnitLine, ...]
     is_inference: bool = False
+    loaded_steps: int = 0
     row_shares: tuple[float, ...] = ()
     shares: tuple[int, ...] | None = None
     waiting_share: float | None = None
@@ -134,7 +137,7 @@ class Report:
             why = f"{kind} needed less, as {UPPER_BOUNDS[kind]}"
             if surplus[kind] <= 0:
                 why = "kinds peaked at different moments, as messages ended early"
-            if self.steps == 1 and self.nbytes("optimizer"):
+            if self.steps - self.loaded_steps == 1 and self.nbytes("optimizer"):
                 why = "the first backward runs without optimizer states"
             return f"predicted at most {peak}, held {format_bytes(got)}: {why}"
         pairs = {kind: tuple(map(format_bytes, pair)) for kind, pair in off.items()}
@@ -144,8 +147,9 @@ class Report:
     def scalars(self) -> dict[str, float]:
         """Return numbers for a dashboard: peak bytes, bytes sent in the last step, and rates.
 
-        The first report after a step starts the clock, and later ones have "waiting_share" and
-        "tokens_per_s", since the report before.
+        The first report after a step starts to measure. From the next step on there are
+        "waiting_share" and "tokens_per_s" of the last steps, at most 10. Other reports, before
+        or between, change nothing.
 
         Example:
             >>> for step, batch in enumerate(loader):
@@ -164,6 +168,7 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"{self.title}, rank {self.rank} of {self.world_size}, {self.steps} steps"]
+        lines[0] += f", {self.loaded_steps} before the load" * bool(self.loaded_steps)
         lines += [f"{self.skipped} steps skipped: gradients not finite"] * bool(self.skipped)
         lines += [f"shares: {' : '.join(map(str, self.shares))}"] if self.shares else []
         lines += [f"planned: {self.offload}"] * bool(self.offload)
@@ -178,13 +183,15 @@ class Report:
             for kind, tier, usage in [*usages, ("all", "", self.total)]
         ]
         lines += columns([(f"memory in {name}", "tier", "now", "peak"), *held], "<<>")
-        lines += [self.verdict] if self.steps else []
+        own_steps = self.steps - self.loaded_steps
+        lines += [self.verdict] if own_steps else []
         sent = [
             (kind, f"{traffic.calls:,d}", in_unit(traffic.sent_nbytes, unit),
              in_unit(self.last_step.get(kind, Traffic()).sent_nbytes, unit))
             for kind, traffic in self.traffic.items()
         ]  # fmt: skip
-        heads = [(f"sent in {name}", "calls", "all steps", "last step")]
+        since = counted(own_steps, "step") if self.loaded_steps else "all steps"
+        heads = [(f"sent in {name}", "calls", since, "last step")]
         lines += columns([*heads, *sent] if sent else [], "<>")
         return "\n".join(lines)
 

@@ -32,9 +32,9 @@ class Numbers(TrainerCallback):
             handler.callbacks.insert(0, Numbers())
 
     def on_train_begin(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
-        """Start the clock of the first log."""
+        """Start to measure."""
         if is_sharded(kwargs["model"]):
-            Meter.of(engine_of(kwargs["model"])).read()
+            Meter.of(engine_of(kwargs["model"]))
 
     def on_log(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
         """Add numbers to the logs of a training step."""
