@@ -396,6 +396,76 @@ def test_losses_are_those_of_one_process_however_rows_are_cut(folder, accumulate
     assert result.text.startswith(one_line(open_corpus(str(folder), 16).prompt))
 
 
+WEIGHTS = Path()
+"""Where `from_files` finds a saved model."""
+
+
+def from_files() -> nn.Module:
+    """The model of a folder, as a user builds it: whole, from its files."""
+    if not (WEIGHTS / "config.json").exists():
+        module: nn.Module = GPT(PRESETS["tiny"], 16)
+        return onefold.load_pretrained(module, WEIGHTS)
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(WEIGHTS, use_cache=False)
+
+
+def saved_model(kind: str, folder: Path) -> Path:
+    if kind == "byte GPT":
+        module = seeded(lambda: GPT(PRESETS["tiny"], 16), seed=5)
+        onefold.shard(module)
+        onefold.save_pretrained(module, folder)
+        return folder
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=32,
+        tie_word_embeddings=False,  # transformers turns tying off for all threads while it builds
+    )  # fmt: skip
+    torch.manual_seed(5)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["byte GPT", "Hugging Face"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_folder_with_weights_is_trained_from_them(
+    folder, tmp_path, kind, world_size, monkeypatch
+):
+    monkeypatch.setitem(globals(), "WEIGHTS", saved_model(kind, tmp_path / "saved"))
+    options = {"data": str(folder), "steps": 2, "rows": 3, "seq": 16, "lr": 1e-3, "sample": 0}
+
+    def losses(model: str, stage: int) -> list[float]:
+        job = Job(model=model, stage=stage, **options)
+        if world_size == 1:
+            return train(job, world_of_one(), Notes()).losses
+
+        def body(rank: int) -> list[float]:
+            return train(job, World(Group.of(dist.group.WORLD), CPU), Notes()).losses
+
+        return run_ranks(world_size, body)[0]
+
+    by_hand = losses("tests.app.test_training:from_files", 3)
+    assert by_hand == losses(str(WEIGHTS), 3) == losses(str(WEIGHTS), 1)
+    assert by_hand != losses("tests.app.test_training:unseeded_gpt", 3)
+
+
+def test_a_folder_that_cannot_be_trained_from_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "vocab_size": 256}')
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"safetensors files in --model .*\n.*random weights"):
+        preflight(Job(model=str(tmp_path)), 1)
+    saved = saved_model("byte GPT", tmp_path / "saved")
+    preflight(Job(model=str(saved), seq=16), 1)
+    with pytest.raises(ConfigError, match="rows of at most 16 bytes"):
+        preflight(Job(model=str(saved), seq=17), 1)
+    module = seeded(lambda: GPT(PRESETS["tiny"], 16))
+    onefold.shard(module)
+    onefold.save(tmp_path / "runs" / "step-1", module)
+    with pytest.raises(ConfigError, match=r"got a checkpoint\nhint: `onefold export"):
+        preflight(Job(model=str(tmp_path / "runs")), 1)
+
+
 def test_fp16_trains_with_a_loss_scale(folder):
     job = Job(model=UNSEEDED, data=str(folder), steps=4, rows=4, seq=16,
               precision="fp16", lr=1e-3)  # fmt: skip

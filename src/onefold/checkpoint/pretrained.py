@@ -250,6 +250,10 @@ class Pretrained:
     def __contains__(self, name: str) -> bool:
         return name in self._names
 
+    def __deepcopy__(self, memo: object) -> Pretrained:
+        """Copies of a module, as a plan makes them, read the same files."""
+        return self
+
     def where(self, name: str) -> tuple[Path, int, str]:
         """Return the file of a tensor, the offset of its first byte there, and its dtype's name."""
         return self._files.where(self._names[name])

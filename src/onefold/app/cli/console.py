@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import log
+from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
@@ -14,6 +15,7 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 from onefold.app.generate.run import WARM_PASSES, Generated, Loaded
+from onefold.app.generate.sources import TOKENIZERS
 from onefold.app.generate.tokens import printable
 from onefold.app.train.checkpoints import Resumed
 from onefold.app.train.corpus import Corpus
@@ -117,13 +119,17 @@ def heading(job: Job, corpus: Corpus, num_parameters: int, world_size: int) -> s
     choices += f", wire {job.wire}" if job.wire else ""
     choices += ", compiled" if job.compile else ""
     cut = f" in {job.accumulate} micro-batches" if job.accumulate > 1 else ""
+    loaded = " from its files" if Path(job.model).is_dir() else ""
+    has_tokenizer = loaded and any(Path(job.model, name).exists() for name in TOKENIZERS)
     parts = (
-        f"{job.model}: {num_parameters:,d} parameters, stage {job.stage} over "
+        f"{job.model}: {num_parameters:,d} parameters{loaded}, stage {job.stage} over "
         f"{counted(world_size, 'rank')}{choices}",
         f"{corpus.name}: {format_bytes(corpus.train.nbytes)} to train on, "
         f"{format_bytes(corpus.held_out.nbytes)} held out",
         f"{counted(job.steps, 'step')} of {counted(job.rows, 'row')} of {job.seq} bytes{cut}, "
-        "all ranks together",
+        "all ranks together"
+        + "; its tokenizer is not used: tokens are bytes"
+        * bool(has_tokenizer),
     )
     return "\n".join(line for part in parts for line in wrapped(part))
 

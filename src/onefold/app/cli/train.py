@@ -63,9 +63,10 @@ def add_to(commands: SubParsers) -> None:
         "blocks in backward instead of keeping their activations")
     memory("--precision", help="fp32, bf16 or fp16 compute; masters and sums stay fp32 (default: "
         "the parameters' own)")
-    task("--model", default=DEFAULTS.model, metavar="NAME|config.json|module:function", help=
-        "tiny, mini, small, large (0.9, 5, 57, 1000 M parameters), a Hugging Face config, or a "
-        "function that returns a module from byte tokens to logits")
+    task("--model", default=DEFAULTS.model, metavar="NAME|DIR|config.json|module:function",
+        help="tiny, mini, small, large (0.9, 5, 57, 1000 M parameters); a folder of safetensors "
+        "files, trained from its weights; a Hugging Face config, from random ones; or a function "
+        "that returns a module from byte tokens to logits")
     task("--data", metavar="DIR", help="folder of text files (default: the standard library)")
     task("--steps", type=positive, default=DEFAULTS.steps, help="optimizer steps")
     task("--batch", type=positive, default=8, help="rows of one rank in a micro-batch")

@@ -62,13 +62,50 @@ def opened(model: str) -> Iterator[ModelSource]:
         yield _of_files(model)
         return
     if not is_checkpoint(path):
-        got = f"a folder with a {CONFIG} alone" if (path / CONFIG).exists() else "neither there"
-        hint = f"--model {model}/{CONFIG} takes random weights; `onefold inspect` lists checkpoints"
-        raise ConfigError(f"safetensors files or a checkpoint in --model {model!r}", got, hint=hint)
+        raise _without_weights(model, "safetensors files or a checkpoint")
     with TemporaryDirectory(prefix="onefold_") as folder:
         target = Path(folder, "weights")
         export(path, target)
         yield replace(_of_files(str(target)), name=model)
+
+
+def _without_weights(model: str, wanted: str) -> ConfigError:
+    path = Path(model)
+    got = f"a folder with a {CONFIG} alone" if (path / CONFIG).exists() else "neither there"
+    hint = f"--model {model}/{CONFIG} takes random weights; `onefold inspect` lists checkpoints"
+    if is_checkpoint(path):
+        got, hint = "a checkpoint", f"`onefold export {model} OUT` writes its weights: --model OUT"
+    return ConfigError(f"{wanted} in --model {model!r}", got, hint=hint)
+
+
+def check_trained(model: str, seq: int) -> None:
+    """Raise `ConfigError` for a model that cannot be trained on rows of `seq` bytes."""
+    path = Path(model)
+    if not path.is_dir():
+        refuse(model, seq)
+        return
+    if not any(path.glob("*.safetensors")):
+        raise _without_weights(model, "safetensors files")
+    if _of_files(model).config is not None:
+        refuse(model, seq)
+        return
+    longest = _byte_gpt(path).positions.num_embeddings
+    if longest < seq:
+        hint = f"pass --seq {longest} or less"
+        raise ConfigError(f"rows of at most {longest} bytes for {model!r}", seq, hint=hint)
+
+
+def build_trained(model: str, seq: int, *, is_cut: bool) -> nn.Module:
+    """Build the module that a run trains: of a folder, on `meta`, with its files' values promised.
+
+    `is_cut`: as in `build_model`.
+    """
+    path = Path(model)
+    if not path.is_dir():
+        return build_model(model, seq, is_cut=is_cut)
+    with torch.device("meta"):
+        module = build_model(model, seq) if (path / CONFIG).exists() else _byte_gpt(path)
+    return onefold.load_pretrained(module, path)
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -171,7 +208,7 @@ def _check_layers(config: Any, folder: Path) -> None:
         raise CheckpointError(wanted, f"{layers!r:.40}", hint="download or save the folder again")
 
 
-def _byte_gpt(folder: Path) -> nn.Module:
+def _byte_gpt(folder: Path) -> GPT:
     """Build the GPT whose sizes the tensors in the files have."""
     files = PretrainedFiles(folder)
     try:

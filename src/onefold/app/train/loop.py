@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import onefold
+from onefold.app.generate.sources import build_trained, check_trained
 from onefold.app.generate.tokens import one_line, sampled_bytes
 from onefold.app.train.checkpoints import Checkpoints, StopRequests
 from onefold.app.train.checkpoints import preflight as preflight_checkpoints
@@ -33,12 +34,10 @@ from onefold.engine.registry import engine_of
 from onefold.errors import ConfigError
 from onefold.fit.shares import AUTO, weights_of
 from onefold.planner.models.loader import (
-    build_model,
     check_compiler,
     compile_blocks,
     default_lr,
     recompute,
-    refuse,
 )
 from onefold.recording.page import prepare
 from onefold.recording.recorder import stage0_nbytes
@@ -70,7 +69,7 @@ def preflight(job: Job, world_size: int) -> Corpus:
         wanted = f"at least {smallest} rows in a step, one for each of {num_data} ranks{parts}"
         hint = "take more rows, fewer ranks or fewer micro-batches"
         raise ConfigError(wanted, job.rows, hint=hint)
-    refuse(job.model, job.seq)
+    check_trained(job.model, job.seq)
     if job.compile:
         check_compiler()
     preflight_checkpoints(job)
@@ -162,7 +161,7 @@ class Trainer:
         self.peak_lr = default_lr(job.model) if job.lr is None else job.lr
         self.axes = RunAxes(job, world)
         torch.manual_seed(job.seed)
-        whole = build_model(job.model, job.seq, is_cut=job.tp * job.pp > 1)
+        whole = build_trained(job.model, job.seq, is_cut=job.tp * job.pp > 1)
         if job.recompute:
             recompute(whole, job.model)
         if not any(parameter.is_meta for parameter in whole.parameters()):
