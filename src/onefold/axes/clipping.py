@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from onefold.engine.registry import owner_of
+from onefold.axes.moves import of_ranks
+from onefold.engine.pipelined import Pipeline
+from onefold.engine.registry import find_engine, owner_of
 from onefold.errors import ConfigError, StateError
 from onefold.wire.collectives import Group
 
@@ -65,7 +67,7 @@ def clip_grad_norm_(
         for part in parts
         for tensor in (part.parameters() if isinstance(part, nn.Module) else (part,))
     ]
-    pipeline = _pipeline_of(tensors, has_modules=any(isinstance(p, nn.Module) for p in parts))
+    pipeline = _pipeline_of(tensors, [part for part in parts if isinstance(part, nn.Module)])
     by_mesh = _by_mesh(tensors)
     norms = [_norm(members, order) for members in by_mesh.values()]
     total = _together(norms, order, pipeline)
@@ -77,21 +79,22 @@ def clip_grad_norm_(
     return total
 
 
-def _pipeline_of(tensors: list[Tensor], *, has_modules: bool) -> Group | None:
-    """The ranks that hold the other stages, as `onefold.pipeline` has told the modules."""
-    engines = {engine for tensor in tensors if (engine := owner_of(tensor)) is not None}
+def _pipeline_of(tensors: list[Tensor], modules: list[nn.Module]) -> Pipeline | None:
+    """The pipeline, as `onefold.pipeline` has told the modules, also those without parameters."""
+    bare = [find_engine(module) for module in modules if not any(True for _ in module.parameters())]
+    engines = {engine for engine in (*map(owner_of, tensors), *bare) if engine is not None}
     if any(engine.pipeline is None and engine.is_undriven for engine in engines):
         wanted = "the norm of all stages of a pipeline"
         hint = "call onefold.pipeline(schedule) before the first step"
         raise StateError(wanted, "a stage that a schedule runs without onefold.pipeline", hint=hint)
     axes = {engine.pipeline for engine in engines}
     pipeline = axes.pop() if len(axes) == 1 else None
-    if axes or (pipeline and has_modules and len(engines) < pipeline.num_stages):
+    if axes or (pipeline and modules and len(engines) < pipeline.num_stages):
         got = f"parts of {len(engines)} modules"
         wanted = "all stages of this rank, and no other module"
         hint = "onefold.clip_grad_norm_([first_stage, second_stage], 1.0)"
         raise ConfigError(wanted, got, hint=hint)
-    return pipeline.group if pipeline and pipeline.group.world_size > 1 else None
+    return pipeline if pipeline and pipeline.group.world_size > 1 else None
 
 
 def _by_mesh(tensors: list[Tensor]) -> dict[DeviceMesh | None, list[Tensor]]:
@@ -139,13 +142,14 @@ def _norm_of_pieces(grads: list[DTensor], order: float) -> Tensor:
     return total if is_max else total.pow(1 / order)
 
 
-def _together(norms: list[Tensor], order: float, pipeline: Group | None) -> Tensor:
+def _together(norms: list[Tensor], order: float, pipeline: Pipeline | None) -> Tensor:
     """The norm of all meshes, and of all ranks of `pipeline`, from the norm of each mesh."""
     parts = torch.stack(norms) if norms else torch.zeros(1)
     if pipeline is None and len(norms) == 1:
         return norms[0]
-    is_max = math.isinf(order)
-    total = parts.amax() if is_max else parts.pow(order).sum()
-    if pipeline is not None:
-        total = pipeline.all_reduced(total, is_max=is_max)
-    return total if is_max else total.pow(1 / order)
+    if pipeline is not None:  # stages may differ in dtype, and one may have no parameter
+        device = next((engine.context.store.device for engine in pipeline.engines), parts.device)
+        wide = parts.to(device, torch.float64)
+        own = torch.linalg.vector_norm(wide, order)
+        parts = of_ranks(pipeline.group, own, f"norm of all stages: {pipeline.places}")
+    return torch.linalg.vector_norm(parts, order)

@@ -232,7 +232,11 @@ class OptimizerBinding:
         Quantization may hide that a gradient was not finite, so a loss scale might miss it. Exact
         messages are not checked: gradients are as in plain PyTorch.
         """
-        quantized = [e for e in self.engines if e.context.routes.rounds_gradients]
+        quantized = [
+            engine for engine in self.engines
+            if engine.context.routes.rounds_gradients
+            or (engine.pipeline is not None and engine.pipeline.rounds)
+        ]  # fmt: skip
         unsound = [engine for engine in quantized if not are_gradients_finite(engine)]
         for engine in unsound:
             engine.ledger.skip_step()

@@ -7,25 +7,49 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, MutableMapping, MutableSet
+from dataclasses import dataclass, field
 from functools import cache
 from types import FrameType
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary, WeakSet
 
 from onefold.engine.policy import Policy
 from onefold.wire.collectives import Group
 
+if TYPE_CHECKING:
+    from onefold.engine.engine import Engine
+
 STAGES = "torch.distributed.pipelining.stage"
+SCHEDULES = "torch.distributed.pipelining.schedules"
+PIPELINE = "_onefold_pipeline"
+"""The attribute of a schedule that `onefold.pipeline` drives."""
+
 INFERENCE = "_forward_metadata_inference"
 """The function of a stage that runs its module on memory without values, to learn shapes."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Pipeline:
-    """The pipeline axis, and how many stages this rank has in it."""
+    """The pipeline axis, and how many stages this rank has in it.
+
+    Attributes:
+        engines: those of this rank's stages, also of stages without parameters.
+        places: the ranks of the axis and their stages, in words.
+        steppers: the ranks with parameters, whose optimizers step together.
+        scalers: these, and the rank of the last stage, whose loss is scaled.
+        rounds: True if some stage quantizes gradients.
+        verdicts: True where gradients are finite: for optimizers that step after the first one.
+    """
 
     group: Group
     num_stages: int
+    engines: MutableSet[Engine] = field(default_factory=WeakSet)
+    places: str = ""
+    steppers: Group | None = None
+    scalers: Group | None = None
+    rounds: bool = False
+    verdicts: MutableMapping[Engine, bool] = field(default_factory=WeakKeyDictionary)
 
     @property
     def has_parts(self) -> bool:
@@ -38,10 +62,17 @@ def calling_stage() -> list[str]:
     return [frame.f_code.co_name for frame in _frames()]
 
 
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1) if STAGES in sys.modules else None
+def calling_pipelines() -> list[Pipeline]:
+    """Return the pipelines whose schedules are on this thread's stack, as they compute a loss."""
+    schedules = (frame.f_locals.get("self") for frame in _frames(SCHEDULES))
+    found = (getattr(schedule, PIPELINE, None) for schedule in schedules)
+    return [pipeline for pipeline in found if isinstance(pipeline, Pipeline)]
+
+
+def _frames(module: str = STAGES) -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1) if module in sys.modules else None
     while frame is not None:
-        if frame.f_globals.get("__name__") == STAGES:
+        if frame.f_globals.get("__name__") == module:
             yield frame
         frame = frame.f_back
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from onefold.engine.engine import Engine
+from onefold.engine.pipelined import Pipeline, calling_pipelines
 from onefold.tier import accelerator
 from onefold.unit.dtensors import ShardedParameter
-from onefold.wire.collectives import Group
+from onefold.wire.collectives import VOTE, Group
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], values: Any) -> Any:
@@ -40,29 +41,54 @@ class GradScaler(torch.amp.GradScaler):
     """torch's dynamic loss scale, for sharded gradients.
 
     Each rank sees only its shard of the gradients. An overflow on any rank skips the step, and
-    lowers the scale, on every rank. `device` defaults to the accelerator, or to the CPU where
-    there is none.
+    lowers the scale, on every rank: those of all data, tensor and expert axes, and of all stages of
+    a pipeline. A stage without parameters that computes the loss calls `update` alone. `device`
+    defaults to the accelerator, or to the CPU where there is none.
     """
 
     def __init__(self, device: str | None = None, **options: Any) -> None:
         super().__init__(device or accelerator.kind() or "cpu", **options)
+        self._pipelines: dict[Pipeline, Tensor | None] = {}  # that share this step: their verdicts
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply a loss, or several, by the scale; see torch.amp.GradScaler."""
+        for pipeline in calling_pipelines():
+            self._pipelines.setdefault(pipeline, None)
+        return super().scale(outputs)
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Change the scale for the next step; see torch.amp.GradScaler."""
+        for pipeline in self._pipelines if self._enabled else ():
+            verdict = self._agreed(pipeline)
+            self._per_optimizer_states[id(pipeline)]["found_inf_per_device"] = {
+                verdict.device: verdict
+            }
+        self._pipelines.clear()
+        super().update(new_scale)
+
+    def _agreed(self, pipeline: Pipeline) -> Tensor:
+        """Return 1.0 if a stage has a gradient that is not finite, once a step. A collective."""
+        verdict = self._pipelines.get(pipeline)
+        if verdict is None:
+            label = f"overflow flag of all stages: {pipeline.places}"
+            verdict = _overflow(pipeline.engines, pipeline.scalers, label).squeeze()
+            self._pipelines[pipeline] = verdict
+        return verdict
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:  # fmt: skip
         by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-        groups: dict[int, Group] = {}
+        engines: dict[Engine, None] = {}
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            grad = parameter.grad
-            if grad is None:
-                continue
-            if isinstance(parameter, ShardedParameter):
-                owner = parameter.owner()
-                if owner is not None:
-                    groups[id(owner.group)] = owner.group
+            grad, is_sharded = parameter.grad, isinstance(parameter, ShardedParameter)
+            if is_sharded and (owner := parameter.owner()) and isinstance(owner.unit.owner, Engine):
+                engines.setdefault(owner.unit.owner)
+            if grad is not None and is_sharded:
                 grad = grad._local_tensor if isinstance(grad, DTensor) else grad.detach()
-            by_kind[grad.device, grad.dtype].append(grad)
+            if grad is not None:
+                by_kind[grad.device, grad.dtype].append(grad)
         verdicts: dict[torch.device, Tensor] = {found_inf.device: found_inf.clone()}
         for (device, _), grads in by_kind.items():
             verdict = verdicts.setdefault(device, found_inf.to(device, copy=True))
@@ -70,29 +96,51 @@ class GradScaler(torch.amp.GradScaler):
                 torch._amp_foreach_non_finite_check_and_unscale_(
                     grads, verdict, inv_scale.to(device)
                 )
-        for group in groups.values():
+        for engine in engines:
             for verdict in verdicts.values():
-                group.all_reduce_max(verdict)
+                engine.context.everyone.all_reduce_max(verdict)
+        for pipeline in {engine.pipeline: None for engine in engines if engine.pipeline}:
+            of_all = self._agreed(pipeline)
+            verdicts = {device: of_all.to(v).maximum(v) for device, v in verdicts.items()}
         return verdicts
 
 
 def are_gradients_finite(engine: Engine) -> bool:
     """Return False if a gradient is not finite on some rank: then on all. A collective.
 
-    A rank sees its own rows only, so it asks the others. A GPU's host waits for the answer. This
-    reads the gradients as they are now, also where they were cleared, zeroed or unscaled since the
-    reduction, or stepped by another optimizer.
+    A rank sees its own rows only, so it asks the others, also those of other pipeline stages. A
+    GPU's host waits for the answer. This reads the gradients as they are now, also where they were
+    cleared, zeroed or unscaled since the reduction, or stepped by another optimizer. Stages of one
+    rank whose optimizers step one after the other get one answer.
     """
     if not engine.units:
         return True
-    is_bad = torch.zeros(1, device=engine.context.store.device)
-    parameters = (parameter for unit in engine.units for parameter in unit.parameters)
+    pipeline = engine.pipeline
+    is_finite = None if pipeline is None else pipeline.verdicts.pop(engine, None)
+    if is_finite is None and pipeline is None:
+        is_finite = not _overflow([engine]).item()
+    elif is_finite is None and pipeline is not None:
+        label = f"gradients of all stages: {pipeline.places}"
+        is_finite = not _overflow(pipeline.engines, pipeline.steppers, label).item()
+        others = (each for each in pipeline.engines if each is not engine and each.units)
+        pipeline.verdicts.update(dict.fromkeys(others, is_finite))
+    for unit in engine.units if not is_finite else ():
+        unit.gradient.reduction.feedback.forget(unit.parameters)
+    return bool(is_finite)
+
+
+def _overflow(engines: Iterable[Engine], axis: Group | None = None, label: str = VOTE) -> Tensor:
+    """Return 1.0 if a gradient is not finite on some rank of a module, or of `axis`, else 0.0."""
+    sharers = list(engines)
+    is_bad = torch.zeros(1, device=sharers[0].context.store.device)
+    parameters = (p for engine in sharers for unit in engine.units for p in unit.parameters)
     grads = [rows for p in parameters if (rows := p.own_grad()) is not None and rows.numel()]
     if grads:  # the largest magnitude is NaN if an element is
         largest = torch.stack([n.to(is_bad) for n in torch._foreach_norm(grads, math.inf)])
         is_bad += largest.isfinite().logical_not().any()
-    engine.context.everyone.all_reduce_max(is_bad)
-    is_finite = not is_bad.item()
-    for unit in engine.units if not is_finite else ():
-        unit.gradient.reduction.feedback.forget(unit.parameters)
-    return is_finite
+    groups = {tuple(each.global_ranks()): each for each in (e.context.everyone for e in sharers)}
+    for group in groups.values():
+        group.all_reduce_max(is_bad)
+    if axis is not None:
+        axis.all_reduce_max(is_bad, label)
+    return is_bad

@@ -178,14 +178,14 @@ class Group:
             )
         return work if out is not None and out.is_cpu else QueuedWork(work)
 
-    def all_reduce_max(self, tensor: torch.Tensor) -> None:
+    def all_reduce_max(self, tensor: torch.Tensor, label: str = VOTE) -> None:
         """Replace `tensor` by its maximum over the ranks; blocks."""
         if self.peers is not None and tensor.device.type == "cpu":
-            self.agree((VOTE, tensor.numel()), VOTE, tensor)
+            self.agree((VOTE, tensor.numel()), label, tensor)
             work = self._begin(lambda lanes: lanes.all_reduce_max(tensor))
-            self.wait(work, VOTE)
+            self.wait(work, label)
         elif self.handle is not None:
-            with named(f"{VOTE} to complete"):
+            with named(f"{label} to complete"):
                 dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.handle)
 
     def all_reduced(self, tensor: torch.Tensor, *, is_max: bool = False) -> torch.Tensor:

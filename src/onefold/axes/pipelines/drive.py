@@ -6,8 +6,9 @@ over the data axis, so every rank raises the same error, before a stage is drive
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
+from weakref import WeakSet
 from zlib import crc32
 
 import torch
@@ -23,12 +24,13 @@ from torch.distributed.pipelining.schedules import (
 
 from onefold.axes.pipelines.driver import StageDriver, StepsOfRank, Tied, drive, is_driven, ties_of
 from onefold.engine.engine import Engine
-from onefold.engine.pipelined import Pipeline
+from onefold.engine.pipelined import PIPELINE, Pipeline
 from onefold.engine.registry import find_engine
 from onefold.errors import ConfigError
 from onefold.fit.kept_units import choose_windows, memory_of, trained_units
 from onefold.text import parse_nbytes
 from onefold.wire.collectives import Group
+from onefold.wire.ranks import Ranks, meet
 from onefold.wire.together import same
 
 Schedule = TypeVar("Schedule", bound=PipelineScheduleSingle | PipelineScheduleMulti)
@@ -99,13 +101,15 @@ def pipeline(schedule: Schedule, *, window: Window = None, tied: Tied = None) ->
     if tied is None:
         check_undeclared(engines, group)
     windows = windows_of(list(engines.values()), window)
+    axis = _joined(stages, engines, group)
+    group = axis.group
     run = StepsOfRank(group, ties_of(engines, group, tied), len(stages))
     drivers = {
         index: StageDriver(engine, kept, splits=splits)
         for (index, engine), kept in zip(engines.items(), windows, strict=True)
     }
     has_actions = isinstance(schedule, _PipelineScheduleRuntime)
-    axis = Pipeline(group, len(stages))
+    setattr(schedule, PIPELINE, axis)
     for stage in stages:
         driver = drivers[stage.stage_index]
         driver.engine.join_pipeline(axis)
@@ -116,6 +120,37 @@ def pipeline(schedule: Schedule, *, window: Window = None, tied: Tied = None) ->
             lambda action, ctx: drivers[action.stage_index].gather(),  # noqa: ARG005 - torch's
         )
     return schedule
+
+
+def _joined(stages: Sequence[Any], engines: Mapping[int, Engine], group: Group) -> Pipeline:
+    """Connect the ranks of the axis, so that a wait says where every rank is. A collective."""
+    peers = next((peers for e in engines.values() if (peers := e.group.peers)), None)
+    timeout = None if peers is None else peers.timeout
+    group = meet(Ranks(group), timeout).everyone
+    mine = (
+        sorted(engines),
+        any(engine.units for engine in engines.values()),
+        any(stage.is_last for stage in stages),
+        any(engine.context.routes.rounds_gradients for engine in engines.values()),
+    )
+    of_ranks = group.gather(mine)
+    ranks = group.global_ranks()
+
+    def part(has: Callable[[Any], bool]) -> Group | None:
+        members = [rank for rank, facts in zip(ranks, of_ranks, strict=True) if has(facts)]
+        if ranks[group.rank] not in members or len(members) == 1:
+            return None
+        return group if members == ranks else meet(Ranks(Group.over(members)), timeout).everyone
+
+    places = [
+        f"rank {rank} has stage {' and '.join(map(str, facts[0]))}"
+        for rank, facts in zip(ranks, of_ranks, strict=True)
+    ]
+    return Pipeline(
+        group, len(stages), WeakSet(engines.values()), ", ".join(places),
+        steppers=part(lambda facts: facts[1]), scalers=part(lambda facts: facts[1] or facts[2]),
+        rounds=any(facts[3] for facts in of_ranks),
+    )  # fmt: skip
 
 
 def _stages_of(schedule: object) -> list[Any]:
