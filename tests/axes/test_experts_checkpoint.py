@@ -96,6 +96,32 @@ def test_one_process_without_an_expert_axis_loads_it(saved):
     assert_same(state_of(model, optimizer), wanted)
 
 
+def test_a_checkpoint_of_listed_experts_loads_with_and_without_an_axis(tmp_path):
+    axis = replace(SAVED, experts=3, replicas=1, is_listed=True)
+
+    def save(rank: int) -> dict[str, Tensor]:
+        model, optimizer = experts.sharded(axis)
+        steps(model, optimizer, rank, axis, 0, 1)
+        onefold.save(tmp_path / "axis", model, optimizer)
+        return state_of(model, optimizer)
+
+    wanted = run_ranks(3, save)[0]
+    model = experts.build(torch.float32, is_listed=True)
+    experts.spread(model, None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    onefold.shard(model, optimizer)
+    onefold.load(tmp_path / "axis", model, optimizer)
+    assert_same(state_of(model, optimizer), wanted)
+    onefold.save(tmp_path / "alone", model, optimizer)
+
+    def load(rank: int) -> dict[str, Tensor]:
+        model, optimizer = experts.sharded(axis)
+        onefold.load(tmp_path / "alone", model, optimizer)
+        return state_of(model, optimizer)
+
+    assert_same(run_ranks(3, load)[0], wanted)
+
+
 def test_exports_and_state_dicts_have_all_experts(saved):
     folder, wanted, _ = saved
     axis = replace(SAVED, replicas=1, experts=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -152,6 +153,62 @@ def test_experts_that_cannot_be_spread_are_refused():
             )
 
     run_ranks(4, body)
+
+
+def _freeze(listed):
+    listed[2].up.weight.requires_grad_(False)
+
+
+def _freeze_first(listed):
+    listed[0].requires_grad_(False)
+
+
+def _hook(listed):
+    listed[1].register_forward_hook(lambda *_: None)
+
+
+def _hook_of_a_gradient(listed):
+    listed[1].up.weight.register_hook(lambda grad: 2 * grad)
+
+
+def _other_class(listed):
+    listed[1].up = experts.Doubled(*listed[1].up.weight.shape[::-1])
+
+
+def _other_attribute(listed):
+    listed[3].scale = 2.0
+
+
+def _twice(listed):
+    listed[3] = listed[0]
+
+
+def _other_dtype(listed):
+    listed[1].double()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_freeze, "requires_grad of 'up.weight' = True in expert 0, but False in expert 2"),
+        (_freeze_first, "requires_grad of 'up.weight' = False in expert 0, but True in expert 1"),
+        (_hook, "a hook of '1', which would see no call or gradient"),
+        (_hook_of_a_gradient, "a hook of '1.up', which would see no call or gradient"),
+        (_other_class, "class of 'up' = 'Linear' in expert 0, but 'Doubled' in expert 1"),
+        (_other_attribute, "scale = 'nothing' in expert 0, but 2.0 in expert 3"),
+        (_twice, "one parameter as '0.up.weight' and '3.up.weight'"),
+        (_other_dtype, "dtype of 'up.weight' = torch.float32 in expert 0, but torch.float64"),
+    ],
+)
+def test_listed_experts_that_differ_in_more_than_values_are_refused_by_name(change, words):
+    listed = experts.ListedExperts(experts.Expert() for _ in range(4))
+    for expert in listed:  # of which each has its own, all alike
+        expert.act, expert.config = functools.partial(torch.relu), {"widths": [1, 2]}
+        expert.near = lambda x, expert=expert: x
+    onefold.experts.ExpertParallel(listed, None)
+    change(listed)
+    with pytest.raises(onefold.ConfigError, match=words):
+        onefold.experts.ExpertParallel(listed, None)
 
 
 def test_a_parameter_that_joins_experts_after_shard_is_refused():

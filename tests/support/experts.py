@@ -50,6 +50,13 @@ class Expert(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
+class Doubled(nn.Linear):
+    """A layer of the same parameters that computes something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
 class ListedExperts(nn.ModuleList):
     """A list of experts, with the call of stacked ones."""
 
@@ -143,16 +150,20 @@ def sharded(axis: Axis, device: str = "cpu") -> tuple[nn.Module, torch.optim.Opt
     )
     model = build(axis.dtype, axis.is_listed)
     if axis.is_listed:
-        experts = []
-        for block in model.blocks:
-            block.experts = onefold.experts.ExpertParallel(block.experts, mesh["expert"])
-            experts.append(block.experts)
+        experts = spread(model, mesh["expert"])
     else:
         experts = onefold.experts.distribute(model, mesh["expert"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     units = dict.fromkeys(experts, mesh["replica"])
     onefold.shard(model, optimizer, stage=axis.stage, units=units, **axis.options)
     return model, optimizer
+
+
+def spread(model: nn.Module, mesh: Any) -> list[nn.Module]:
+    """Put the listed experts of a model on an axis, or stack them for every rank (None)."""
+    for block in model.blocks:
+        block.experts = onefold.experts.ExpertParallel(block.experts, mesh)
+    return [block.experts for block in model.blocks]
 
 
 def whole(value: Tensor) -> Tensor:

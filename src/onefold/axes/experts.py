@@ -20,7 +20,6 @@ Source: Switch Transformer, arXiv 2101.03961, section 2; dropless: MegaBlocks, a
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.func import functional_call
 
+from onefold.axes.listed_experts import stacked, without_values
 from onefold.axes.moves import moved, of_ranks
 from onefold.errors import ConfigError
 from onefold.layout.cut import bounds_of
@@ -149,21 +149,25 @@ class ExpertParallel(nn.Module):
         >>> block.experts = onefold.experts.ExpertParallel(block.experts, mesh["expert"])
     """
 
-    def __init__(self, experts: nn.Module, mesh: DeviceMesh | dist.ProcessGroup) -> None:
+    def __init__(self, experts: nn.Module, mesh: DeviceMesh | dist.ProcessGroup | None) -> None:
         """Keep this rank's experts.
 
         Args:
             experts: all experts, alike on every rank. A module with `num_experts` whose parameters
                 have one row for each expert; or a `ModuleList` of equal experts, each called with
                 rows [n, width]: their parameters are stacked.
-            mesh: the expert axis.
+            mesh: the expert axis. None: every rank has all experts, under the names that they have
+                on an axis, so that a checkpoint of either loads into the other.
 
         Raises:
-            ConfigError: experts of another form, or fewer experts than ranks.
+            ConfigError: experts of another form, fewer experts than ranks, or listed experts that
+                differ in more than values: frozen ones, hooks, other attributes, one of them twice.
         """
         super().__init__()
-        group = meshes.of_axis(mesh, "the expert axis").everyone
-        shown_on = mesh if isinstance(mesh, DeviceMesh) else _mesh_of(mesh, experts)
+        group, shown_on = Group.of(None), None
+        if mesh is not None:
+            group = meshes.of_axis(mesh, "the expert axis").everyone
+            shown_on = mesh if isinstance(mesh, DeviceMesh) else _mesh_of(mesh, experts)
         self.stacked: nn.Module | None = None
         is_list = isinstance(experts, nn.ModuleList)
         self.num_experts = len(experts) if is_list else _num_experts(experts)
@@ -177,14 +181,15 @@ class ExpertParallel(nn.Module):
         own = slice(self.own_experts.start, self.own_experts.stop)
         # the module that computes borrows the parameters of this one, and so is no child of it
         if isinstance(experts, nn.ModuleList):
-            self.stacked = _stacked(experts, own, shown_on)
-            self._hidden = [_without_values(experts[0])]
+            self.stacked = stacked(experts, own, shown_on)
+            self._hidden = [without_values(experts[0])]
         else:
             for name, parameter in experts.named_parameters(recurse=False):
-                rows = parameter.detach()[own].clone()
-                shown = dtensor_of(rows, shown_on, [Shard(0)], parameter.shape)
-                self.register_parameter(name, nn.Parameter(shown, parameter.requires_grad))
-            inner = _without_values(experts)
+                rows: Tensor = parameter.detach()[own].clone()
+                if shown_on is not None:
+                    rows = dtensor_of(rows, shown_on, [Shard(0)], parameter.shape)
+                self.register_parameter(name, nn.Parameter(rows, parameter.requires_grad))
+            inner = without_values(experts)
             inner.num_experts = len(self.own_experts)  # type: ignore[assignment]
             self._hidden = [inner]
 
@@ -297,34 +302,6 @@ def _mesh_of(group: dist.ProcessGroup, experts: nn.Module) -> DeviceMesh:
     kinds = {p.device.type for p in experts.parameters()} - {"meta"}
     kind = next(iter(kinds), accelerator.kind() or "cpu")
     return DeviceMesh.from_group(group, kind, mesh_dim_names=("expert",))
-
-
-def _stacked(experts: nn.ModuleList, own: slice, axis: DeviceMesh) -> nn.Module:
-    """The module tree of one expert, whose parameters have a row for each own expert."""
-    first = dict(experts[0].named_parameters())
-    for expert in experts:
-        shapes = {name: p.shape for name, p in expert.named_parameters()}
-        if shapes != {name: p.shape for name, p in first.items()} or any(expert.buffers()):
-            wanted = "experts with equal parameters and no buffers"
-            hint = "give each kind of expert a list of its own"
-            raise ConfigError(wanted, f"a {type(expert).__name__} that differs", hint=hint)
-    tree = _without_values(experts[0])
-    for name, parameter in first.items():
-        rows = [expert.get_parameter(name).detach() for expert in experts[own]]
-        owner, _, attribute = name.rpartition(".")
-        shown = dtensor_of(torch.stack(rows), axis, [Shard(0)], (len(experts), *parameter.shape))
-        stacked = nn.Parameter(shown, parameter.requires_grad)
-        tree.get_submodule(owner).register_parameter(attribute, stacked)
-    return tree
-
-
-def _without_values(module: nn.Module) -> nn.Module:
-    """A copy of a module whose parameters have no memory; it shares the configuration."""
-    known: dict[int, object] = {
-        id(p): nn.Parameter(p.to("meta"), requires_grad=False) for p in module.parameters()
-    }
-    config = getattr(module, "config", None)  # of a model, which may choose other kernels later
-    return copy.deepcopy(module, known | {id(config): config})
 
 
 def _local(parameter: Tensor) -> Tensor:
