@@ -352,13 +352,74 @@ def test_islands_start_from_the_weights_of_the_first():
     assert [each.unique().tolist() for each in run_ranks(2, body)] == [[1.0], [1.0]]
 
 
-def test_frozen_parameters_stay_where_they_are():
-    def half_frozen():
-        module = build()
-        module[0].requires_grad_(False)
-        return module
+def half_frozen():
+    module = build()
+    module[0].requires_grad_(False)
+    return module
 
+
+def test_frozen_parameters_stay_where_they_are():
     trained = train_islands(IslandRun((2, 1), 2, steps=2, build=half_frozen))
     assert not any(name.startswith("0.") for name in trained[0].units)
     sent = sum(each.report.traffic["islands"].sent_nbytes for each in trained)
     assert sent == 8 * 2 * sum(w.numel() for n, w in trained[0].weights.items() if n[0] != "0")
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_parameter_that_thaws_or_arrives_later_is_refused_by_name(stage):
+    def body(rank):
+        run = IslandRun((2, 1), 2, stage=stage, build=half_frozen)
+        found = IslandRank.start(rank, run)
+        module = found.module
+        found.train(run.data[:2])
+        module[0].bias.requires_grad_(True)
+        with pytest.raises(onefold.StateError, match=r"'0\.bias', which was frozen or absent when"):
+            found.train(run.data[2:3])
+        module[0].bias.requires_grad_(False)
+        found.train(run.data[3:5])
+        return found.weights()
+
+    (first, _, last) = run_ranks(3, body)
+    assert all(torch.equal(first[name], last[name]) for name in first if name != "0.bias")
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_parameter_that_freezes_takes_the_mean_of_islands_and_then_rests(stage):
+    """Nesterov momentum of the outer optimizer would move it for good."""
+
+    def body(rank):
+        found = IslandRank.start(rank, IslandRun((2, 1), 2, stage=stage, outer=None))
+        data = batches(8)
+        seen = []
+        found.train(data[:3])  # one exchange, and one step apart
+        apart = found.weights()
+        found.module[0].requires_grad_(False)
+        found.train(data[3:4])
+        seen.append(found.weights())
+        found.train(data[4:6])
+        seen.append(found.weights())
+        found.module[0].requires_grad_(True)
+        found.train(data[6:])
+        seen.append(found.weights())
+        return apart, seen
+
+    (first, seen), (alike, _), (last, others) = run_ranks(3, body)
+    for name in ("0.weight", "0.bias"):
+        assert torch.equal(first[name], alike[name])
+        mean = (2 * first[name] + last[name]) / 3
+        assert_near({name: seen[0][name]}, {name: mean})
+        assert torch.equal(seen[0][name], seen[1][name])
+        assert not torch.equal(seen[1][name], seen[2][name])
+    for ours, theirs in zip(seen, others, strict=True):
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_islands_that_freeze_different_parameters_are_named():
+    def body(rank):
+        found = IslandRank.start(rank, IslandRun((1, 1), 1))
+        if rank == 1:
+            found.module[0].weight.requires_grad_(False)
+        with pytest.raises(onefold.StateError, match=r"with 1 frozen: 0\.weight"):
+            found.train(IslandRun(steps=1).data)
+
+    run_ranks(2, body)

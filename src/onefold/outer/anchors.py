@@ -6,7 +6,7 @@ momentum as much again, and with a codec the residual of error feedback.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -97,11 +97,45 @@ class Anchors:
         residual = self.residual(index)
         return values if residual is None else values.add_(residual)
 
+    def check_trained(self, units: Iterable[Unit]) -> None:
+        """Raise `StateError` if a parameter trains that has no anchor: islands would drift apart.
+
+        One that has an anchor may freeze and thaw.
+        """
+        known = {parameter for share in self.shares for parameter in share.parameters}
+        for parameter in (parameter for unit in units for parameter in unit.parameters):
+            if parameter not in known and _is_exchanged(parameter):
+                wanted = "islands to exchange all parameters that train"
+                got = (
+                    f"{parameter.fqn!r}, which was frozen or absent when onefold.islands was called"
+                )
+                hint = "call onefold.islands while it trains, and freeze it afterwards"
+                where = parameter.unit.context.where
+                raise StateError(wanted, got, where=where, hint=hint)
+
+    def frozen(self, indices: Iterable[int]) -> list[tuple[int, slice, str]]:
+        """Return the rows of parameters that were frozen since: unit, rows of its anchor, name."""
+        return [
+            (index, self.shares[index].slice_of(number), parameter.fqn)
+            for index in indices
+            for number, parameter in enumerate(self.shares[index].parameters)
+            if not _trains(parameter)
+        ]
+
     def step(self, means: dict[int, Tensor]) -> None:
-        """Step the outer optimizer on the mean steps of some units."""
+        """Step the outer optimizer on the mean steps of some units.
+
+        Frozen parameters take over the mean: momentum and weight decay would move them for good.
+        """
+        frozen = [
+            (index, rows, self.parameters[index].detach()[rows] - means[index][rows])
+            for index, rows, _ in self.frozen(means)
+        ]
         for index, mean in means.items():
             self.parameters[index].grad = mean
         self.outer.step()
+        for index, rows, values in frozen:
+            self.parameters[index].detach()[rows] = values
         for index in means:
             self.parameters[index].grad = None
         tensors = [v for state in self.outer.state.values() for v in state.values()]
@@ -237,6 +271,11 @@ class Share:
         """Elements of the flat tensor, gaps included."""
         return self._numels[self._rank]
 
+    def slice_of(self, number: int) -> slice:
+        """Return where this rank's rows of one parameter are in the flat tensor."""
+        rows = self.rows[number]
+        return slice(rows.offset, rows.offset + rows.cut.piece_numel(self._rank))
+
     def collect(self, values_of: ValuesOf) -> Tensor:
         """Copy this rank's rows of each parameter: [numel] of `dtype`, zeros where it has none."""
         flat = torch.zeros(self.numel, dtype=self.dtype)
@@ -285,6 +324,10 @@ class Share:
 def _is_exchanged(parameter: UnitParameter) -> bool:
     dtype = parameter.unit.stepped.dtype
     is_number = dtype.is_floating_point or dtype.is_complex
+    is_here = bool(parameter.places) and not parameter.spec.is_packed
+    return is_here and is_number and _trains(parameter)
+
+
+def _trains(parameter: UnitParameter) -> bool:
     with torch._C.DisableTorchFunctionSubclass():
-        is_trained = parameter.sharded.requires_grad
-    return bool(parameter.places) and is_trained and is_number and not parameter.spec.is_packed
+        return parameter.sharded.requires_grad

@@ -149,10 +149,12 @@ class islands:
         alike: nothing changes, and the next one has the steps of both.
 
         Raises:
-            StateError: inside forward or backward, or islands exchange different values.
+            StateError: inside forward or backward, islands exchange different values, or a
+                parameter trains that was frozen or absent when onefold.islands was called.
             WireError: the store where islands meet has gone.
         """
         self._check_resting()
+        self._anchors.check_trained(self._engine.units)
         self.num_steps += 1
         pending = self._pending
         if pending is not None and self.num_steps >= pending.step + self.periods.delay:
@@ -244,7 +246,8 @@ class islands:
             sent = together(
                 self._members.group, lambda: {item: anchors.to_send(*item) for item in items}
             )
-        self._pending = OuterRound(self.num_steps, fragment, sent)
+        frozen = [name for _, _, name in anchors.frozen(dict.fromkeys(i for _, i in items))]
+        self._pending = OuterRound(self.num_steps, fragment, sent, frozen)
         self._pending.start(self._members, self._engine.ledger)
 
     # islands that join

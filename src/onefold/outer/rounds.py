@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -30,6 +31,7 @@ class OuterRound:
     step: int  # in which it started
     fragment: int
     sent: dict[Item, Tensor]  # [own rows]
+    frozen: Sequence[str] = ()  # parameters that islands only average
     means: dict[Item, Tensor] = field(default_factory=dict[Item, Tensor])
     failure: str = ""  # of this rank's last attempt
     _packed: dict[Item, list[Tensor]] = field(default_factory=dict[Item, list[Tensor]])
@@ -39,7 +41,8 @@ class OuterRound:
     def work(self) -> str:
         """What is exchanged, in words; the same on all islands."""
         kinds = " and ".join(dict.fromkeys(kind for kind, _ in self.sent))
-        return f"{kinds} of fragment {self.fragment}"
+        frozen = f", with {len(self.frozen)} frozen: {self.frozen[0]} ..." if self.frozen else ""
+        return f"{kinds} of fragment {self.fragment}{frozen}"
 
     def start(self, members: Membership, ledger: Ledger) -> None:
         """Begin to send all values to the islands that take part now, unit by unit."""
