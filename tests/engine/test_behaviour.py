@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import threading
 
 import pytest
 import torch
@@ -85,6 +86,86 @@ class Noisy(torch.optim.SGD):
         return super().step(closure)
 
 
+class Langevin(torch.optim.SGD):
+    """Clips by the norm of all gradients, and draws: neither may hide the other."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in held]).norm() if held else 1.0
+        for p in held:
+            p.add_(p.grad, alpha=-float(0.01 / norm)).add_(torch.randn_like(p), alpha=0.0)
+
+
+class Rejecting(torch.optim.SGD):
+    """Waits for a number that never comes where draws repeat."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        drawn = 0.0
+        while drawn < 0.5:
+            drawn = 2 * torch.rand(1).item() if drawn else 0.01
+        return super().step(closure)
+
+
+class Sampling(torch.optim.SGD):
+    """Adds noise of its own generator, from operations of many kinds."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr=lr)
+        self.draws = torch.Generator().manual_seed(1)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            noise = torch.rand(p.shape, generator=self.draws) + torch.randint(0, 9, p.shape)
+            noise += torch.bernoulli(torch.full(p.shape, 0.5)) + torch.randperm(len(p))[0]
+            noise += torch.empty_like(p).normal_() + torch.randint_like(p, 3, 7)
+            p.add_(noise, alpha=1e-3)
+        return super().step(closure)
+
+
+class Dropping(torch.optim.SGD):
+    """Draws by an operation that takes no generator."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            p.sub_(torch.dropout(p.grad, 0.5, train=True), alpha=0.1)
+
+
+class CountingElements(Optimizer):
+    """Adam's kin that notes how many elements its group has, as heavyball 3.2.1 does."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group.setdefault("param_count", sum(p.numel() for p in group["params"]))
+            for p in group["params"]:
+                p.sub_(p.grad.tanh(), alpha=group["lr"])
+
+
+class Listed(torch.optim.SGD):
+    """Takes a list of parameters, no groups."""
+
+    def __init__(self, params, lr=0.1):
+        assert all(isinstance(p, nn.Parameter) for p in params)
+        super().__init__(params, lr=lr)
+
+
+class Listing(torch.optim.SGD):
+    """Keeps a plain list for each parameter."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            self.state[p].setdefault("last", []).append(p.grad.clone())
+        return super().step(closure)
+
+
 class OfModel(torch.optim.SGD):
     def __init__(self, module, *, named):
         self.module, self.named = module, named
@@ -136,6 +217,15 @@ class SignLike(Optimizer):
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 p.sub_(average.lerp(p.grad, 0.1).tanh(), alpha=group["lr"] / group["k"])
                 average.lerp_(p.grad, 0.01)
+
+
+class Seeded(SignLike):
+    """Puts an entry into its state when it is built."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, lr)
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["seed"] = 1
 
 
 class ScheduleFreeLike(Optimizer):
@@ -232,6 +322,24 @@ class Dealing(torch.optim.SGD):
                 dist.broadcast(p, number % dist.get_world_size())
 
 
+class ListDealing(Dealing):
+    """As the package muon-optimizer 0.1.0: no probe can build it from groups."""
+
+    def __init__(self, params, lr=0.1):
+        assert isinstance(params, list)
+        assert isinstance(params[0], nn.Parameter)
+        super().__init__(params, lr=lr)
+
+
+class OfModelDealing(OfModel):
+    """No probe can build it at all, but its code shows that it sends."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            dist.all_reduce(p.grad)
+
+
 SUMS = [DAdapted, ProdigyLike]
 COUPLED = [Clipped, Counted]
 
@@ -309,7 +417,7 @@ def test_at_stage_0_every_rank_steps_all_parameters_as_plain_torch_does(make, wo
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("make", [lbfgs, *COUPLED])
+@pytest.mark.parametrize("make", [lbfgs, *COUPLED, Langevin])
 def test_where_ranks_step_different_parameters_it_is_refused_before_anything_changes(make, stage):
     def body(rank):
         module = seeded(build)
@@ -356,6 +464,14 @@ KINDS = {
     "Decayed": (Decayed, "parameter"),
     "Large": (Large, "parameter"),
     "Noisy": (lambda ps: Noisy(ps, lr=0.1, momentum=0.9), "parameter"),
+    "Langevin": (Langevin, "coupled"),
+    "Rejecting": (Rejecting, "parameter"),
+    "Sampling": (Sampling, "parameter"),
+    "Dropping": (Dropping, "parameter"),
+    "Listing": (Listing, "parameter"),
+    "Listed": (Listed, "elementwise"),
+    "CountingElements": (CountingElements, "elementwise"),
+    "Seeded": (Seeded, "elementwise"),
     **{kind.__name__: (kind, "coupled") for kind in (*SUMS, *COUPLED, Perturbed)},
 }
 
@@ -366,7 +482,8 @@ def test_a_probe_finds_what_a_step_depends_on(name):
     behaviour = behaviour_of(make(list(build().parameters())))
     assert behaviour.kind == kind
     assert behaviour.adds == (make in SUMS)
-    assert behaviour.in_blocks == (kind == "elementwise" and make is not Counting)
+    apart = (Counting, Seeded)
+    assert behaviour.in_blocks == (kind == "elementwise" and make not in apart)
 
 
 @pytest.mark.parametrize("make", [SignLike, Renamed, Counting])
@@ -691,7 +808,7 @@ def test_a_closure_evaluated_at_other_weights_is_an_error_where_no_probe_has_see
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("make", [Counting, Clipped, DAdapted, Decayed])
+@pytest.mark.parametrize("make", [Counting, Clipped, DAdapted, Decayed, Seeded])
 def test_states_that_cannot_be_stepped_in_blocks_are_refused_before_anything_changes(make):
     def body(rank):
         module = seeded(build)
@@ -815,6 +932,36 @@ def test_a_probe_of_a_matrix_optimizer_steps_a_few_elements_alone():
     assert max(numels) < 100
 
 
+def test_draws_of_another_thread_are_neither_taken_for_those_of_the_class_nor_rewound():
+    numbers = []
+
+    def draw():
+        numbers.append(torch.rand(4).tolist())
+
+    class Beside(SignLike):
+        def step(self, closure=None):
+            thread = threading.Thread(target=draw)  # a loader, or another rank in a thread
+            thread.start()
+            thread.join()
+            return super().step(closure)
+
+    optimizer = Beside(build().parameters())
+    torch.manual_seed(7)
+    assert behaviour_of(optimizer).kind == "elementwise"
+    torch.manual_seed(7)
+    assert numbers == [torch.rand(4).tolist() for _ in numbers]
+
+
+def test_a_probe_reads_and_sets_no_generator(monkeypatch):
+    for name in ("get_rng_state", "set_rng_state", "manual_seed"):
+        monkeypatch.setattr(torch, name, lambda *_: pytest.fail("a generator was touched"))
+    parameters = list(build().parameters())
+    before = torch.default_generator.get_state()
+    for make in (Noisy, Langevin, Sampling):
+        behaviour_of(type(make.__name__, (make,), {})(parameters, lr=0.3))
+    assert torch.equal(torch.default_generator.get_state(), before)
+
+
 def test_a_probe_leaves_the_optimizer_and_the_generator_as_they_are_and_runs_once():
     module, steps = build(), []
 
@@ -835,14 +982,17 @@ def test_a_probe_leaves_the_optimizer_and_the_generator_as_they_are_and_runs_onc
     assert torch.equal(torch.get_rng_state(), generator)
 
 
+@pytest.mark.parametrize("make", [Dealing, ListDealing, OfModelDealing])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_an_optimizer_that_sends_messages_is_refused_where_ranks_step_different_rows(stage):
+def test_an_optimizer_that_sends_messages_is_refused_where_ranks_step_different_rows(stage, make):
     def body(rank):
         module = seeded(build)
-        optimizer = Dealing(module.parameters(), lr=0.1)
-        with pytest.raises(
-            onefold.ConfigError, match=r"Dealing, which calls broadcast[^$]*stage=0"
-        ):
+        name, sent = make.__name__, "all_reduce" if make is OfModelDealing else "broadcast"
+        if make is OfModelDealing:
+            optimizer = make(module, named={})
+        else:
+            optimizer = make(list(module.parameters()), lr=0.1)
+        with pytest.raises(onefold.ConfigError, match=rf"{name}, which calls {sent}[^$]*stage=0"):
             onefold.shard(module, optimizer, stage=stage)
 
     run_ranks(3, body)

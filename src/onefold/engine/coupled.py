@@ -110,3 +110,5 @@ def refuse_messages(frame: FrameType, event: str, _: object) -> None:
 
 
 _COLLECTIVES = {n for n in dir(c10d) if n.startswith(("all_", "broadcast", "reduce", "gather"))}
+SENT = _COLLECTIVES - {"broadcast", "gather", "reduce"}
+"""Names that tell in code alone: the others are those of functions as well."""

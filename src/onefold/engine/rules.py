@@ -8,7 +8,7 @@ memory. Both keep the hyper-parameters of the moment at which they were made.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -19,6 +19,13 @@ from onefold.engine.blocked_adam import BlockedAdam, frozen
 from onefold.errors import ConfigError
 
 State = dict[str, Any]
+Attributes = dict[str, Any]
+
+
+def attributes_of(tensor: Tensor, names: Iterable[str]) -> Attributes:
+    """Return those of some attributes that a user has put on a parameter."""
+    own = vars(tensor)
+    return {name: own[name] for name in names if name in own}
 
 
 def whole_matrices(fqn: str, cut: str, optimizer: Optimizer) -> ConfigError:
@@ -39,8 +46,11 @@ def unhooked_step(kind: type[Optimizer]) -> Any:
 class ClassRule:
     """Runs the class's own `step`, in a copy of the optimizer that holds only the block."""
 
-    def __init__(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
-        self._kind = type(optimizer)
+    def __init__(
+        self, optimizer: Optimizer, group: dict[str, Any], attributes: Attributes | None = None
+    ) -> None:
+        """`attributes`: of the parameters, where the class reads them."""
+        self._kind, self._attributes = type(optimizer), attributes or {}
         own = {k: v for k, v in optimizer.__dict__.items() if k not in ("state", "param_groups")}
         hooks = [name for name, value in own.items() if isinstance(value, OrderedDict)]
         self._own = {**own, **{name: OrderedDict() for name in hooks}}
@@ -62,6 +72,7 @@ class ClassRule:
         `state` is the class's, of one parameter. It is empty before the first step, which fills it.
         """
         parameter = nn.Parameter(stepped)
+        vars(parameter).update(self._attributes)
         parameter.grad = grad.to(stepped.dtype)
         optimizer = object.__new__(self._kind)
         optimizer.__dict__.update(self._own)

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.optim import Optimizer, SparseAdam
 
-from onefold.engine.behaviour import Behaviour, acts_outside, behaviour_of
+from onefold.engine.behaviour import Behaviour, behaviour_of
+from onefold.engine.probe import acts_outside
 from onefold.errors import ConfigError
 from onefold.recipe import Recipe
 
 _WHY = {
-    "elementwise": "it keeps numbers of its own that every block would change",
+    "elementwise": "it keeps numbers, or states from its constructor, for all blocks",
     "parameter": "it steps whole parameters",
     "coupled": "its step of a parameter depends on the other parameters",
 }
