@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from functools import partial
+from zlib import crc32
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 import onefold
+from onefold.errors import ConfigError
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import run_ranks, seeded
 from tests.support.training import Job, assert_close, assert_same_bits, cut, run_job, train_plain
@@ -497,3 +499,55 @@ def test_a_graph_of_one_optimizers_units_outlives_the_step_of_another(stage):
 
 def _pair() -> list[nn.Module]:
     return [nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)]
+
+
+ORDERED = [partial(torch.optim.AdamW, lr=1e-2), partial(torch.optim.Adafactor, lr=1e-2)]
+
+
+def in_an_order_of_its_own(rank, make, stage=None, *, is_built_later=False, without=()):
+    """The optimizer after two steps: groups made from a set are in the order of addresses."""
+    module = seeded(Matrices)
+    if is_built_later:
+        onefold.shard(module, stage=stage)
+    named = sorted(module.named_parameters(), key=lambda pair: crc32(f"{rank}{pair[0]}".encode()))
+    matrices = [p for n, p in named if "layers" in n and n not in without]
+    optimizer = make([{"params": matrices}, {"params": [p for n, p in named if "layers" not in n]}])
+    if stage is not None and not is_built_later:
+        onefold.shard(module, optimizer, stage=stage, units=[module.layers[0], module.layers[1]])
+    for tokens in token_batches(steps=2):
+        optimizer.zero_grad()
+        next_token_loss(module, tokens).backward()
+        optimizer.step()
+    names = {id(p): n for n, p in module.named_parameters()}
+    order = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    if stage is None:
+        return list(module.parameters()), order
+    with onefold.unsharded(module):
+        return [p.detach().clone() for p in module.parameters()], order
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("make", ORDERED, ids=["AdamW", "Adafactor"])
+@pytest.mark.parametrize("is_built_later", [False, True])
+def test_groups_whose_order_differs_on_each_rank_are_stepped_as_in_plain_torch(
+    stage, make, is_built_later
+):
+    wanted, _ = in_an_order_of_its_own(0, make)
+
+    def body(rank):
+        return in_an_order_of_its_own(rank, make, stage, is_built_later=is_built_later)
+
+    ranks = run_ranks(3, body)
+    for weights, order in ranks:
+        for ours, theirs in zip(weights, wanted, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+        assert is_built_later or order == ranks[0][1]
+
+
+def test_groups_of_other_parameters_on_one_rank_are_refused_by_name():
+    def body(rank):
+        without = ("layers.1.weight",) if rank == 1 else ()
+        with pytest.raises(ConfigError, match=r"group 0[^$]*'layers.1.weight' on rank 0 alone"):
+            in_an_order_of_its_own(rank, ORDERED[0], 3, without=without)
+
+    run_ranks(3, body)

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch.optim import Optimizer
 
-from onefold.compose import checks, own_meshes
+from onefold.compose import checks, group_order, own_meshes
 from onefold.compose import cut_axes as model_axes
 from onefold.compose.own_meshes import UnitRanks
 from onefold.compose.stepping import stepper_of
@@ -203,7 +203,8 @@ def examine_together(
         arguments = replace(arguments, recipe=_on_ranks(arguments.recipe, ranks), device=device)
         own.append(arguments)
         places = own_meshes.places_of(tree, arguments.parts.plans, group)
-        return _Said(arguments.digest(), places, _tiers_in(arguments.recipe.offload))
+        order = group_order.digest_of(arguments.parts.optimizers, arguments.parts.parameters)
+        return _Said(arguments.digest(), places, _tiers_in(arguments.recipe.offload), order)
 
     def judge(axis: Group, said: Sequence[_Said]) -> Failure | None:
         if axis is group and (clash := own_meshes.clash_of([rank.places for rank in said])):
@@ -214,6 +215,8 @@ def examine_together(
 
     axes = [group, *model_axes.axes_of(tree)]
     said = collect(axes, examine_and_describe, ConfigError, judge)
+    if len({rank.order for rank in said}) > 1:
+        group_order.take_order(group, own[0].parts.optimizers, own[0].parts.parameters)
     return replace(own[0], tiers=tuple(rank.tiers for rank in said))
 
 
@@ -224,6 +227,7 @@ class _Said:
     digest: list[str]
     places: list[own_meshes.MeshPlace]
     tiers: RankTiers
+    order: str  # of parameters in optimizer groups
 
 
 def _tiers_in(offload: Offload) -> RankTiers:

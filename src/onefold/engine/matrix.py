@@ -54,7 +54,7 @@ class MatrixStep:
 
     def kept_here(self, parameters: Sequence[UnitParameter]) -> list[UnitParameter]:
         """Return the parameters that this rank owns; give owners to those without one."""
-        self._assign(parameters)
+        self._assign(sorted(parameters, key=_place))
         return [parameter for parameter in parameters if self._is_mine(parameter)]
 
     def keeper_of(self, parameter: UnitParameter) -> int | None:
@@ -67,7 +67,7 @@ class MatrixStep:
     ) -> list[dict[Tensor, State]]:
         """For each group, return unsharded parameters of this rank with gradients, and states."""
         self._entered = {}
-        for parameter in (parameter for group in groups for parameter in group):
+        for parameter in sorted(itertools.chain.from_iterable(groups), key=_place):
             self._entered.setdefault(parameter.unit, []).append(parameter)
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for unit, members in self._entered.items():
@@ -152,6 +152,11 @@ class MatrixStep:
         """Return the parameters that one rank alone steps, by that rank."""
         ranks = range(unit.context.world_size)
         return [[p for p in members if self._owner[p] == rank] for rank in ranks]
+
+
+def _place(parameter: UnitParameter) -> tuple[int, str, int]:
+    """The order in which ranks exchange rows, whatever the order of their groups."""
+    return parameter.spec.tag, parameter.spec.name, parameter.index
 
 
 def _exchange(unit: Unit, sent: list[list[Tensor]], numels: list[list[int]]) -> list[list[Tensor]]:
