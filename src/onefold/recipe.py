@@ -38,11 +38,12 @@ class Member:
 
     @staticmethod
     def of(
-        fqn: str, parameter: torch.Tensor, precision: Precision, *, is_packed: bool = False
-    ) -> Member:
-        """Describe a parameter whose unit computes in `precision`."""
-        dtype = parameter.dtype
-        compute = precision.compute if dtype.is_floating_point and not is_packed else None
+        fqn: str, parameter: torch.Tensor, precision: Precision, *, is_packed: bool = False,
+        keeps_dtype: bool = False,
+    ) -> Member:  # fmt: skip
+        """Describe a parameter whose unit computes in `precision`, or in the parameter's dtype."""
+        dtype, is_cast = parameter.dtype, not (is_packed or keeps_dtype)
+        compute = precision.compute if dtype.is_floating_point and is_cast else None
         shape, requires_grad, decoded, stack = tuple(parameter.shape), parameter.requires_grad, 0, 0
         numbers = getattr(parameter, "shape_of_numbers", None)
         if numbers is not None:  # quantized

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import copy
 from collections.abc import Callable
 from functools import partial
@@ -12,11 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import onefold
 from onefold.engine import blocked_adam as adam
+from onefold.engine.registry import engine_of
 from onefold.errors import WireError
 from onefold.unit import dtensors
 from tests.support.models import Model, next_token_loss, token_batches
@@ -479,3 +483,173 @@ def test_an_unknown_precision_is_refused_with_the_nearest_name(choice, hint):
 def test_a_precision_of_integers_is_refused():
     with pytest.raises(onefold.ConfigError, match=r"Precision\.compute"):
         onefold.Precision(compute=torch.int8)
+
+
+class Whitened(nn.Module):
+    """A norm of a user's own, with statistics that follow the input."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, width).view(1, -1, 1, 1))
+        self.register_buffer("center", torch.zeros(1, width, 1, 1))
+        self.register_buffer("share", torch.tensor(0.1))
+
+    def forward(self, x):
+        if self.training:
+            mean = x.detach().float().mean((0, 2, 3), keepdim=True)
+            self.center += self.share * (mean - self.center)
+        return (x - self.center) * self.scale
+
+
+class FrozenNorm(nn.Module):
+    """Batch norm of a detector: no parameters, and operations that widen what they are given."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.register_buffer("weight", torch.linspace(0.5, 1.5, width))
+        self.register_buffer("running_mean", torch.linspace(-0.1, 0.1, width))
+
+    def forward(self, x):
+        return (x - self.running_mean.view(1, -1, 1, 1)) * self.weight.view(1, -1, 1, 1)
+
+
+NORMS = {
+    "batch norm": nn.BatchNorm2d,
+    "batch norm without weights": partial(nn.BatchNorm2d, affine=False),
+    "instance norm": partial(nn.InstanceNorm2d, affine=True, track_running_stats=True),
+    "own": Whitened,
+    "frozen": FrozenNorm,
+}
+
+
+class Conv(nn.Module):
+    """Two blocks with a norm between narrow weights, which take no wider input."""
+
+    def __init__(self, norm):
+        super().__init__()
+        blocks = (
+            nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), norm(4), nn.Conv2d(4, 4, 3, padding=1))
+            for _ in range(2)
+        )
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def conv_steps(module, batches, context, average):
+    """Two steps of SGD and one evaluation: the outputs, weights and buffers afterwards."""
+    optimizer, outputs = torch.optim.SGD(module.parameters(), lr=0.1), list[Tensor]()
+    if average is None:
+        onefold.shard(module, optimizer, **context)
+    for index, batch in enumerate(batches):
+        module.train(index < 2)
+        with torch.autocast("cpu", context) if average else contextlib.nullcontext():
+            outputs.append(module(batch))
+        if index < 2:
+            outputs[-1].float().square().mean().backward()
+            if average is not None:
+                for parameter in module.parameters():
+                    average(parameter.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+    return [output.detach() for output in outputs]
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (3, 0), (3, 1), (3, 3)])
+@pytest.mark.parametrize("norm", NORMS)
+def test_norms_with_statistics_compute_as_under_autocast(norm, world_size, stage):
+    """Statistics and weights of norms stay in fp32; what a norm returns is narrow again."""
+
+    def train(rank):
+        generator = torch.Generator().manual_seed(rank)
+        batches = torch.randn(3, 3, 4, 5, 5, generator=generator)
+        plain, module = (seeded(Conv, NORMS[norm]) for _ in range(2))
+
+        def average(grad):
+            dist.all_reduce(grad)
+            grad /= world_size
+
+        wanted = conv_steps(plain, batches, torch.bfloat16, average)
+        context = {"precision": "bf16", "stage": stage}
+        outputs = conv_steps(module, batches, context, None)
+        assert torch.equal(outputs[0], wanted[0].bfloat16())
+        torch.testing.assert_close(outputs, [w.bfloat16() for w in wanted], rtol=0.02, atol=0.02)
+        for name, buffer in plain.named_buffers():
+            own = module.get_buffer(name)
+            assert own.dtype == buffer.dtype
+            torch.testing.assert_close(own, buffer, rtol=1e-3, atol=1e-4)
+        with onefold.unsharded(module):
+            for name, weight in plain.named_parameters():
+                own = module.get_parameter(name)
+                torch.testing.assert_close(own, weight, rtol=1e-3, atol=1e-3)
+
+    run_ranks(world_size, train)
+
+
+def test_weights_of_norms_are_gathered_and_reduced_in_their_own_dtype():
+    def prices(rank):
+        module = onefold.shard(seeded(Conv, nn.BatchNorm2d), stage=3, precision="bf16")
+        names = {unit.name: unit.compute_dtype for unit in engine_of(module).units}
+        module(torch.randn(2, 4, 5, 5)).sum().backward()
+        norm = module.blocks[0][1].weight.grad
+        assert norm.dtype == torch.float32
+        return names
+
+    narrow, wide = torch.bfloat16, torch.float32
+    assert run_ranks(2, prices)[0] == {
+        "blocks.0": narrow,
+        "blocks.0 (float32, not cast)": wide,
+        "blocks.1": narrow,
+        "blocks.1 (float32, not cast)": wide,
+    }
+
+
+@pytest.mark.parametrize("buffers", [torch.bfloat16, None])
+def test_norms_are_cast_with_their_statistics(buffers):
+    """Buffers that are as narrow as the weights compute with them, as in a module that was cast."""
+    choice = onefold.Precision(compute=torch.bfloat16, buffers=buffers)
+    module = seeded(Conv, nn.BatchNorm2d)
+    onefold.shard(module if buffers else module.bfloat16(), stage=3, precision=choice)
+    assert {unit.compute_dtype for unit in engine_of(module).units} == {torch.bfloat16}
+    module(torch.randn(2, 4, 5, 5)).sum().backward()
+
+
+def test_statistics_are_at_least_as_wide_as_the_weights_of_the_forward():
+    module = onefold.shard(seeded(Conv, nn.BatchNorm2d).bfloat16(), precision="fp32")
+    assert module.blocks[0][1].running_mean.dtype == torch.float32
+    assert module(torch.randn(2, 4, 5, 5)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_packed_sequences_and_named_tuples_are_cast_as_tensors_are(stage, world_size):
+    Named = collections.namedtuple("Named", "values order")
+
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.head = nn.GRU(6, 5, batch_first=True), nn.Linear(6, 2)
+
+        def forward(self, packed, named):
+            return self.rnn(packed)[0].data.sum() + self.head(named.values)[named.order].sum()
+
+    def compute(rank):
+        module, plain = seeded(Recurrent), seeded(Recurrent).bfloat16()
+        generator = torch.Generator().manual_seed(rank)
+        x, named = torch.randn(3, 4, 6, generator=generator), torch.randn(3, 6, generator=generator)
+        lengths, order = torch.tensor([2, 4, 1]), torch.tensor([2, 0, 1])
+        onefold.shard(module, stage=stage, precision="bf16")
+        loss, wanted = (
+            net(
+                pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False),
+                Named(y, order),
+            )
+            for net, x, y in ((module, x, named), (plain, x.bfloat16(), named.bfloat16()))
+        )
+        assert torch.equal(loss, wanted)
+        loss.backward()
+
+    run_ranks(world_size, compute)

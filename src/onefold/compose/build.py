@@ -25,7 +25,7 @@ from onefold.engine import guards
 from onefold.engine.adapters import show_whole
 from onefold.engine.engine import Engine
 from onefold.engine.first_batch import compare_first_batches
-from onefold.engine.hooks import InferenceHooks, ModuleHooks, bring_inputs, hook
+from onefold.engine.hooks import InferenceHooks, ModuleHooks, bring_inputs, hook, keep_dtypes
 from onefold.engine.joining import adopt_later, bind, replace_parameters
 from onefold.engine.registry import ENGINE
 from onefold.engine.run_facts import RunFacts
@@ -33,6 +33,7 @@ from onefold.engine.step_checks import check_step
 from onefold.layout import packed
 from onefold.layout.ledger import Ledger
 from onefold.layout.module_tree import ModuleTree
+from onefold.layout.statistics import buffers_dtype
 from onefold.layout.units import Owned, UnitPlan, plan_units
 from onefold.planner.memory import Expectation
 from onefold.recipe import Recipe
@@ -106,6 +107,8 @@ def _install(parts: ModuleParts, engine: Engine, originals: list[nn.Parameter]) 
     kind = InferenceHooks if engine.recipe.inference else ModuleHooks
     users = {index: plan.modules for index, plan in enumerate(parts.plans)}
     hook(engine, users, root=module, kind=kind)
+    if engine.recipe.precision.compute is not None:
+        keep_dtypes(parts.tree.modules)
     device = engine.context.store.device
     if device.type != "cpu" and engine.recipe.offload.parameters != "device":
         bring_inputs(module, device)
@@ -210,7 +213,7 @@ def _adapters(resolved: Resolved, engine: Engine) -> list[Unit]:
     tree = ModuleTree.of(module)
     source: Source = (initialisers_of(tree), None)
     units: list[Unit] = []
-    for plan in plan_units(tree):
+    for plan in plan_units(tree, precision=recipe.precision):
         added = (o for o in plan.members if id(o.parameter) not in engine.by_sharded)
         members = [owned for owned in added if owned.table is None]
         check_adapters(members, recipe)
@@ -246,8 +249,9 @@ def _fill(unit: Unit, plan: UnitPlan, context: Context, source: Source) -> None:
 def _cast_buffers(tree: ModuleTree, resolved: Resolved, group: Group, source: Source) -> None:
     """Give buffers the values of rank 0, in the dtype of `Precision.buffers`."""
     materialise_buffers(tree, resolved.device, *source)
-    dtype, cast = resolved.recipe.precision.buffers, dict[int, torch.Tensor]()
+    cast = dict[int, torch.Tensor]()
     for part in tree.modules:
+        dtype = buffers_dtype(part, resolved.recipe.precision)
         for name, buffer in part._buffers.items():
             if buffer is not None:
                 is_cast = buffer.is_floating_point() and dtype is not None

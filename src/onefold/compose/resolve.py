@@ -146,7 +146,12 @@ def examine(tree: ModuleTree, optimizer: object, choices: Choices, data: Group) 
     others = {"shares=": choices.shares, "onefold.stream": choices.inference}
     model_axes.check_choices(parameters, optimizers, others=others)
     plans = plan_units(
-        tree, choices.units, tiers.tile or 0, tiles_tables=is_inference, parameters=parameters
+        tree,
+        choices.units,
+        tiers.tile or 0,
+        tiles_tables=is_inference,
+        parameters=parameters,
+        precision=dtypes,
     )
     _order_members(plans, optimizers)
     recipe = Recipe(
@@ -169,7 +174,9 @@ def examine(tree: ModuleTree, optimizer: object, choices: Choices, data: Group) 
 
 
 def _member(owned: Owned, dtypes: Precision) -> Member:
-    member = Member.of(owned.fqn, owned.values, dtypes, is_packed=owned.is_packed)
+    member = Member.of(
+        owned.fqn, owned.values, dtypes, is_packed=owned.is_packed, keeps_dtype=owned.keeps_dtype
+    )
     if owned.model is None:
         return member
     trains = owned.parameter.requires_grad  # a local tensor does not say so

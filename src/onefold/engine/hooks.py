@@ -16,7 +16,7 @@ and go between forwards, so no graph may refer to them, and forwards record none
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol, cast
@@ -31,6 +31,7 @@ from onefold.engine.forward_threads import ThreadStack
 from onefold.engine.precision import cast_floating, map_tensors
 from onefold.engine.watch import BackwardEvents, now, tensors_in, watch_outputs
 from onefold.errors import StateError, WireError
+from onefold.layout.statistics import statistics_dtype
 from onefold.unit.dtensors import without_backward
 
 
@@ -156,6 +157,24 @@ def hook(
         hooks = kind(engine, user, units, others if is_root else [], is_root=is_root)
         if not is_root:
             others.append(hooks)
+
+
+def keep_dtypes(modules: Iterable[nn.Module]) -> None:
+    """Let modules with running statistics return the dtype of their input, as batch norm does.
+
+    Their own operations may widen it by an fp32 buffer, and the next weight is narrow.
+    """
+    for module in modules:
+        if statistics_dtype(module) is not None:
+            module.register_forward_hook(_in_dtype_of_input)
+
+
+def _in_dtype_of_input(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    given = args[0] if args else None
+    if not (isinstance(given, Tensor) and isinstance(output, Tensor)):
+        return output
+    is_alike = given.shape == output.shape and given.is_floating_point()
+    return output.to(given.dtype) if is_alike and output.is_floating_point() else output
 
 
 def bring_inputs(module: nn.Module, device: torch.device) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.rnn import PackedSequence
 
 from onefold.engine.engine import Engine
 from onefold.engine.pipelined import Pipeline, calling_pipelines
@@ -17,14 +18,21 @@ from onefold.tier import accelerator
 from onefold.unit.dtensors import ShardedParameter
 from onefold.wire.collectives import VOTE, Group
 
+_OF_PACKED = ("data", "sorted_indices", "unsorted_indices")
+
 
 def map_tensors(change: Callable[[Tensor], Tensor], values: Any) -> Any:
-    """Apply `change` to the tensors in tuples, lists and dicts.
+    """Apply `change` to the tensors in tuples (named ones, too), lists and dicts.
 
     Objects of other classes (caches, masks) pass through unchanged and keep their identity.
     """
     if isinstance(values, Tensor):
         return change(values)
+    if isinstance(values, PackedSequence):  # its `batch_sizes` are always on the CPU
+        moved = {name: map_tensors(change, getattr(values, name)) for name in _OF_PACKED}
+        return values._replace(**moved)
+    if isinstance(values, tuple) and getattr(values, "_fields", None):  # a named tuple
+        return type(values)._make(map_tensors(change, value) for value in values)  # type: ignore[attr-defined]
     if type(values) in (tuple, list):
         return type(values)(map_tensors(change, value) for value in values)
     if type(values) is dict:

@@ -21,6 +21,7 @@ from onefold.layout import packed
 from onefold.layout.model_axes import ModelCut, local_of
 from onefold.layout.module_tree import ModuleTree, uncompiled
 from onefold.layout.packed import Place
+from onefold.layout.statistics import Dtypes, keeps_dtype
 
 TABLE_NBYTES = 1 << 20
 """Bytes of an Embedding's weight above which its rows are read, and not the whole table."""
@@ -43,6 +44,7 @@ class Owned:
     table: packed.SideTable | None = None
     others: list[Place] = field(default_factory=list)
     model: ModelCut | None = None  # its cut over model axes
+    keeps_dtype: bool = False  # modules compute with it as it rests
 
     def materialise(self, parameter: nn.Parameter) -> None:
         """Put a real parameter in place of a meta one, for all its owners."""
@@ -113,6 +115,11 @@ class UnitPlan:
         return self.members[0].is_packed
 
     @property
+    def keeps_dtype(self) -> bool:
+        """True if modules compute with the parameters as they rest."""
+        return self.members[0].keeps_dtype
+
+    @property
     def is_quantized(self) -> bool:
         """True if some weights are decoded before modules compute with them."""
         return any(not weight.is_multiplied for weight in self._quantized)
@@ -175,6 +182,7 @@ def plan_units(
     *,
     tiles_tables: bool = False,
     parameters: list[Owned] | None = None,
+    precision: Dtypes | None = None,
 ) -> list[UnitPlan]:
     """Group the parameters of a module tree into units, in its order.
 
@@ -182,9 +190,12 @@ def plan_units(
     mapping adds blocks with a mesh of their own to the inferred ones.
     `tile_nbytes`: weights of Linear and Embedding above it are units of their own, in row blocks.
     `tiles_tables`: weights of Embeddings alone are, too, from `TABLE_NBYTES` on. `parameters`:
-    those of the tree, where somebody has noted their cuts.
+    those of the tree, where somebody has noted their cuts. `precision`: parameters that kernels
+    want in the dtype of running statistics are not cast, and have units of their own.
     """
     parameters = owned_parameters(tree) if parameters is None else parameters
+    for owned in parameters:
+        owned.keeps_dtype = any(keeps_dtype(module, precision) for module, _ in owned.owners)
     names = {module: name for name, module in tree.parts}
     own = own_meshes(tree, choice) if isinstance(choice, Mapping) else {}
     insides = {b: list(b.modules()) for b in _chosen_blocks(tree.root, names, choice, own)}
@@ -362,17 +373,19 @@ def _rest_limit(parameters: Sequence[Owned], insides: Iterable[Sequence[nn.Modul
 def split(plan: UnitPlan) -> list[UnitPlan]:
     """Make a unit for each dtype, as a flat buffer has one; frozen and packed weights are apart.
 
+    Weights that are not cast are apart, too: a unit computes in one dtype.
+
     Frozen parameters need no gradient, master or moments: a unit of their own allocates none.
     Packed weights are never cast. The units of a block are gathered one after the other. While the
     last one computes, the next block's first one is gathered: so the one with the most packed bytes
     comes first.
     """
-    parts: dict[tuple[torch.dtype, bool, bool], UnitPlan] = {}
+    parts: dict[tuple[torch.dtype, bool, bool, bool], UnitPlan] = {}
     for owned in plan.members:
         dtype, is_trained = owned.parameter.dtype, owned.parameter.requires_grad
-        key = dtype, owned.is_packed, is_trained
+        key = dtype, owned.is_packed, is_trained, owned.keeps_dtype
         if key not in parts:
-            kind = str(dtype).split(".")[-1]
+            kind = str(dtype).split(".")[-1] + (", not cast" if owned.keeps_dtype else "")
             if owned.is_packed:
                 kind = f"packed {kind}"
             elif not is_trained:

@@ -169,7 +169,13 @@ def estimated(plans: Sequence[UnitPlan], tokens: int, precision: Precision) -> T
     kept: list[int] = []
     for plan in plans:
         members = tuple(
-            Member.of(owned.fqn, owned.parameter, precision, is_packed=owned.is_packed)
+            Member.of(
+                owned.fqn,
+                owned.parameter,
+                precision,
+                is_packed=owned.is_packed,
+                keeps_dtype=owned.keeps_dtype,
+            )
             for owned in plan.members
         )
         nbytes = flops = 0

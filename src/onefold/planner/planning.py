@@ -160,7 +160,7 @@ def _traces(
     try:
         first, two = exact(rows), exact(2) if is_open else None
     except Untraceable as error:
-        units = plan_units(ModuleTree.of(without_values(module)))
+        units = plan_units(ModuleTree.of(without_values(module)), precision=precision)
         exact = cache(lambda rows: estimated(units, rows * seq, precision))
         first, two = exact(rows), exact(2) if is_open else None
         estimates = (f"activations and work, as the forward cannot be traced ({error})",)

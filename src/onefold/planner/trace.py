@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
 from onefold.config import Precision
-from onefold.engine.hooks import hook
+from onefold.engine.hooks import hook, keep_dtypes
 from onefold.engine.walks import Call
 from onefold.engine.watch import tensors_in
 from onefold.errors import OnefoldError
@@ -114,7 +114,10 @@ def trace(
     skeleton = without_values(module)
     inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
     inputs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), inputs)
-    tracer = _Tracer(skeleton, plan_units(ModuleTree.of(skeleton), units), precision or Precision())
+    tree, precision = ModuleTree.of(skeleton), precision or Precision()
+    tracer = _Tracer(skeleton, plan_units(tree, units, precision=precision), precision)
+    if precision.compute is not None:
+        keep_dtypes(tree.modules)
     storages = tracer.storages = Storages(device_type, tracer.note_work)
     for tensor in (*skeleton.parameters(), *skeleton.buffers(), *tensors_in(inputs)):
         storages.ignore(tensor)
@@ -183,7 +186,10 @@ class _Tracer:
         members: list[Member] = []
         for position, owned in enumerate(plan.members):
             parameter = owned.parameter
-            member = Member.of(owned.fqn, parameter, precision, is_packed=owned.is_packed)
+            member = Member.of(
+                owned.fqn, parameter, precision, is_packed=owned.is_packed,
+                keeps_dtype=owned.keeps_dtype,
+            )  # fmt: skip
             if member.compute_dtype != member.dtype:
                 parameter.data = parameter.data.to(member.compute_dtype)
             if parameter.requires_grad:

@@ -363,7 +363,8 @@ class UnitSpec:
     def of(plan: UnitPlan, context: Context, index: int, *, is_offloaded: bool) -> UnitSpec:
         """The spec of a planned unit; `index` numbers the units of a module."""
         dtype, compute = plan.dtype, context.compute
-        casts = compute is not None and dtype.is_floating_point and not plan.is_packed
+        is_own = plan.is_packed or plan.keeps_dtype
+        casts = compute is not None and dtype.is_floating_point and not is_own
         compute_dtype = compute if compute is not None and casts else dtype
         near = context.rests_near
         moves = compute_dtype != dtype or plan.is_quantized
