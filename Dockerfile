@@ -7,7 +7,7 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc g++ libc6-dev \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/onefold
-ARG TORCH="torch>=2.13,<2.16"
+ARG TORCH="torch>=2.11,<2.16"
 RUN pip install --no-cache-dir "$TORCH"
 COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY docs/tools/index_page.py docs/tools/index_page.py

@@ -6,14 +6,19 @@ import inspect
 import re
 import tomllib
 import warnings
+from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import onefold
+from onefold import compat
 from onefold.adapters import versions
+from onefold.app.tools import machine
 from onefold.errors import ConfigError
 
 
@@ -66,22 +71,77 @@ def test_a_package_that_is_not_installed_is_passed_over(monkeypatch):
 
 @pytest.mark.parametrize(
     ("found", "got"),
-    [("2.12.1", "refused"), ("2.13.0+cpu", ""), ("2.15.0", ""), ("2.16.0", "warned")],
+    [("2.10.1", "refused"), ("2.11.0+cu130", ""), ("2.15.0", ""), ("2.16.0", "warned")],
 )
 def test_an_old_torch_is_refused_by_name_and_a_new_one_warned_of(monkeypatch, found, got):
     monkeypatch.setattr(versions, "version", lambda package: found)
     versions.check_torch.cache_clear()
     versions._warn_once.cache_clear()
     if got == "refused":
-        with pytest.raises(ConfigError, match=r"expected torch 2\.13 or newer, got torch 2\.12\.1"):
+        with pytest.raises(ConfigError, match=r"expected torch 2\.11 or newer, got torch 2\.10\.1"):
             _ = onefold.shard
     elif got == "warned":
-        with pytest.warns(UserWarning, match=r"tested with torch from 2\.13 up to"):
+        with pytest.warns(UserWarning, match=r"tested with torch from 2\.11 up to"):
             _ = onefold.shard
     else:
         _ = onefold.shard
     versions.check_torch.cache_clear()
     versions._warn_once.cache_clear()
+
+
+# names that differ between the tested versions of torch
+
+
+def package(group: tuple[str, ...], distributed: tuple[str, ...], storage: tuple[str, ...]) -> Any:
+    """A torch that has these names."""
+
+    def owner(kind: str, names: tuple[str, ...], **more: object) -> Any:
+        return type(kind, (), {**dict.fromkeys(names, id), **more})
+
+    named = owner("distributed", distributed, ProcessGroup=owner("ProcessGroup", group))
+    return owner("torch", (), distributed=named, UntypedStorage=owner("UntypedStorage", storage))
+
+
+OLD = ("_allgather_base", "alltoall_base"), ("reduce_scatter_tensor",)
+NEW = ("all_gather_single", "all_to_all_single"), ("reduce_scatter_single",)
+ANY = tuple(old + new for old, new in zip(OLD, NEW, strict=True))  # torch 2.13 and 2.14
+SWAP = ("_swap_data_ptr_",)
+
+
+@pytest.mark.parametrize(
+    ("names", "chosen"),
+    [((*OLD, ()), OLD), ((*OLD, SWAP), OLD), ((*ANY, SWAP), NEW), ((*NEW, SWAP), NEW)],
+)
+def test_a_name_is_chosen_that_this_torch_has(names, chosen):
+    found = compat.Names.of(package(*names))
+    assert ((found.all_gather, found.all_to_all), (found.reduce_scatter,)) == chosen
+    assert found.swap == "".join(names[2])
+
+
+def test_the_installed_torch_has_every_chosen_name():
+    group, names = torch.distributed.ProcessGroup, compat.NAMES
+    for owner, name in ((group, names.all_gather), (group, names.all_to_all),
+                        (torch.distributed, names.reduce_scatter)):  # fmt: skip
+        assert callable(getattr(owner, name))
+    assert not names.swap or callable(getattr(torch.UntypedStorage, names.swap))
+
+
+def test_a_torch_without_any_of_the_names_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"ProcessGroup of torch to have all_to_all_single or "):
+        compat.Names.of(package(("all_gather_single",), *OLD[1:], ()))
+
+
+@pytest.mark.parametrize(("swap", "lines"), [("_swap_data_ptr_", 0), ("", 1)])
+def test_the_doctor_says_what_this_torch_lacks(monkeypatch, swap, lines):
+    monkeypatch.setattr(compat, "NAMES", replace(compat.NAMES, swap=swap))
+    found = [check for check in machine._limits() if check.name == "limits of this torch"]
+    assert [(check.level, "Adagrad" in check.value) for check in found] == [("warn", True)] * lines
+
+
+def test_a_launcher_gets_only_the_fields_that_it_takes():
+    fields = {"run_id": "onefold", "shutdown_timeout": 5}
+    assert compat.known_fields(lambda run_id, shutdown_timeout: None, **fields) == fields
+    assert compat.known_fields(lambda run_id: None, **fields) == {"run_id": "onefold"}
 
 
 # names of other libraries that are no public interface

@@ -219,7 +219,7 @@ LINK = {"backend": "nccl", "world_size": 8, "received_per_s": 1e11}
 
 
 @pytest.mark.parametrize(("changes", "link", "level", "name"), [
-    ({"versions": HOST.versions | {"torch": "2.12.1"}}, LINK, "warn", "versions"),
+    ({"versions": HOST.versions | {"torch": "2.10.1"}}, LINK, "warn", "versions"),
     ({"memory_total": 2**31}, LINK, "warn", "memory"),
     ({"disk_free": 2**30}, LINK, "warn", "disk"),
     ({"backends": {"gloo": True, "nccl": False}}, LINK, "fail", "backends"),

@@ -15,6 +15,7 @@ import pytest
 
 from onefold.errors import ConfigError, WireError
 from tests.support.forking import HANG_S
+from tests.support.older_torch import offloads_adagrad
 from tests.support.programs.drawing import Drawn, DrawnLeg, draw, draw_trainer
 from tests.support.programs.judging import Judge, judge_seed
 from tests.support.programs.rounded import ROUNDED
@@ -103,7 +104,13 @@ def off_by(factor):
 
 
 @pytest.mark.every(2)
-@pytest.mark.parametrize("drawn", ROUNDED, ids=lambda drawn: str(drawn.seed))
+@pytest.mark.parametrize(
+    "drawn",
+    [
+        pytest.param(d, id=str(d.seed), marks=[offloads_adagrad] * ("Adagrad" in d.optimizer))
+        for d in ROUNDED
+    ],
+)
 def test_rounding_that_a_program_blows_up_is_no_defect(drawn):
     """int4 over an error that feedback kept; fp32 masters of a bfloat16 module; LBFGS that diverges
     after an edit, which ended what noise in initial weights would tell; a sign that Rprop looks

@@ -25,6 +25,9 @@ from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 from tests.support import meeting as meeting  # takes the place of torch's
 from tests.support.forking import HANG_S, await_ended_threads, spare_collector
+from tests.support.older_torch import leave_thread, prepare_threads
+
+prepare_threads()
 
 WARM = (
     "pytest",
@@ -67,6 +70,7 @@ def run_ranks(world_size: int, body: Callable[..., Any], *args: Any) -> list[Any
                 threaded.ProcessLocalGroup.exception_handle(error)
             finally:
                 dist.destroy_process_group()
+                leave_thread()
 
         threads = [threading.Thread(target=run, args=(r,), daemon=True) for r in range(world_size)]
         for thread in threads:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch._C._profiler import _EventType
 
 import onefold
+from onefold.compat import NAMES
 from onefold.engine.driving import Action, Verb
 from onefold.engine.registry import engine_of
 from onefold.tier import accelerator, device
@@ -26,8 +28,15 @@ from tests.support.ranks import run_ranks, seeded
 CPU = torch.device("cpu")
 
 
+def skip_without_exchange() -> None:
+    if not NAMES.swap:
+        pytest.skip("storages of this torch cannot exchange their bytes: torch 2.11")
+
+
 def use_ring(monkeypatch: pytest.MonkeyPatch, has_ring: bool) -> None:
     """Make buffers as on an accelerator: with a ring, or as torch without its private call."""
+    if has_ring:
+        skip_without_exchange()
     monkeypatch.setattr(device, "mover", lambda: None)
     monkeypatch.setattr(accelerator, "current", lambda device: None)
     init = DeviceStore.__init__
@@ -91,7 +100,15 @@ def test_unsharded_weights_have_the_same_addresses_and_bits_in_every_step(world_
         assert len({address for _, address in steps[1]}) < len(units)  # they share memory
 
 
+@pytest.mark.parametrize("swap", ["_swap_data_ptr_", ""])
+def test_a_device_has_a_ring_where_storages_can_exchange_their_bytes(swap, monkeypatch):
+    monkeypatch.setattr(device, "NAMES", replace(NAMES, swap=swap))
+    store = DeviceStore(torch.device("meta"))
+    assert (store._ring is not None) == bool(swap)
+
+
 def test_slots_that_nobody_needs_are_freed_and_a_large_one_serves_no_small_buffer(monkeypatch):
+    skip_without_exchange()
     monkeypatch.setattr(accelerator, "current", lambda device: None)
     ring = Ring(CPU)
     buffers = [InRing(numel, torch.float32, CPU, ring) for numel in (1000,) * 6 + (100,)]
@@ -138,7 +155,7 @@ class Decoder(nn.Module):
 def traced(rank: int, vocab: int, width: int) -> list[tuple[int, int]]:
     """Every allocation of a run, and the end of it, as (address, bytes)."""
     activities = [torch.profiler.ProfilerActivity.CPU]
-    profile = torch.profiler.profile(activities=activities, profile_memory=True)
+    profile = torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True)
     module = seeded(Decoder, vocab, width)  # in CPU memory
     with nullcontext() if rank else profile:  # one thread of a process at a time
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)

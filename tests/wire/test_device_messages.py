@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from onefold.compat import NAMES
 from onefold.compose.routes import Links
 from onefold.errors import WireError
 from onefold.layout.ledger import Ledger
@@ -58,7 +59,9 @@ class Recorded(dist.ProcessGroup):
         self.calls.append("collective")
         return Work()
 
-    all_gather_single = all_to_all_single = _begin
+
+for name in (NAMES.all_gather, NAMES.all_to_all):
+    setattr(Recorded, name, Recorded._begin)
 
 
 @pytest.fixture(params=[2, 3, 8])

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import onefold
+from onefold.compat import NAMES
 from onefold.errors import WireError
 from onefold.layout.ledger import Ledger
 from onefold.layout.messages import SHARE_NBYTES
@@ -55,14 +56,16 @@ class RecordedGroup(dist.ProcessGroup):
         self.works.append(RecordedWork())
         return self.works[-1]
 
-    all_gather_single = all_to_all_single = begin
+
+for name in (NAMES.all_gather, NAMES.all_to_all):
+    setattr(RecordedGroup, name, RecordedGroup.begin)
 
 
 @pytest.fixture
 def recorded(monkeypatch):
     """A group that has met: its peers would wait with patience."""
     handle = RecordedGroup()
-    for name in ("broadcast", "reduce_scatter_single"):
+    for name in ("broadcast", NAMES.reduce_scatter):
         monkeypatch.setattr(dist, name, handle.begin)
     monkeypatch.setattr(dist, "get_backend_config", lambda handle: "cpu:gloo,cuda:nccl")
     lanes = Lanes(PhaseNow(), {"call": Lane("call", None)}, 3)

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from onefold.errors import ConfigError
 
 TESTED: dict[str, tuple[str, str]] = {
-    "torch": ("2.13", "2.16"),
+    "torch": ("2.11", "2.16"),
     "transformers": ("5.23", "5.24"),
     "accelerate": ("1.15", "1.16"),
     "peft": ("0.21", "0.22"),

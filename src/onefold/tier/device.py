@@ -20,6 +20,7 @@ from contextlib import suppress
 
 import torch
 
+from onefold.compat import NAMES
 from onefold.errors import TierError
 from onefold.tier import accelerator
 from onefold.tier.store import Allocation, whole_pages
@@ -252,7 +253,7 @@ class Ring:
 
 
 def _swap(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
-    one._swap_data_ptr_(other)  # type: ignore[attr-defined]
+    getattr(one, NAMES.swap)(other)
 
 
 class DeviceStore:
@@ -272,9 +273,7 @@ class DeviceStore:
         self._is_read_into = is_read_into
         move = mover() if device.type == "cpu" else None
         self._pool = PagePool(move, is_read_into=is_read_into) if move else None
-        # this torch may not exchange the bytes of storages: it calls that private
-        swaps = getattr(torch.UntypedStorage, "_swap_data_ptr_", None) is not None
-        self._ring = Ring(device) if device.type != "cpu" and swaps else None
+        self._ring = Ring(device) if device.type != "cpu" and NAMES.swap else None
 
     def allocate(self, numel: int, dtype: torch.dtype, *, is_brief: bool = False) -> Allocation:
         """Allocate a flat, uninitialised tensor [numel] on the device.

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_iter, tree_map
 
+from onefold.compat import add_missing_rules
 from onefold.layout.cut import bounds_of
 from onefold.unit import cut_dtensor, refusals
 from onefold.unit.functions import (
@@ -250,7 +251,8 @@ def gathered(leaf: Any) -> Any:
     """
     if not isinstance(leaf, DTensor):
         return leaf
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.Python, False):
+    exclude, keys = torch._C._SetExcludeDispatchKeyGuard, torch._C.DispatchKey
+    with exclude(keys.Python, False), exclude(keys.PythonTLSSnapshot, False):  # both in torch 2.12
         return leaf.full_tensor().to(leaf.device)
 
 
@@ -361,6 +363,7 @@ class LogicalTensor(LogicalValues):
             return run_sharded(func, args, kwargs)
 
 
+add_missing_rules()
 # torch clips a list of gradients by one operation for each list where it knows their class
 getattr(_foreach_utils, "_foreach_supported_types", []).append(LogicalTensor)
 

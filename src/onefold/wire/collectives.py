@@ -12,6 +12,7 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from onefold.compat import NAMES
 from onefold.errors import OnefoldError, WireError
 from onefold.wire.lanes import ALL_GATHER, ALL_TO_ALL, Lanes
 from onefold.wire.peers import Peers
@@ -104,14 +105,12 @@ class Group:
             out, shard = torch.view_as_real(out), torch.view_as_real(shard)
         if self.peers is not None and out.device.type == "cpu":
             return self._begin(lambda lanes: lanes.all_gather(out, shard))
-        return self._issue(methodcaller("all_gather_single", out, shard, ALL_GATHER), out)
+        return self._issue(methodcaller(NAMES.all_gather, out, shard, ALL_GATHER), out)
 
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> Waitable:
         """Start summing `full` over the ranks; rank r gets the r-th of equal pieces in `out`."""
-        return self._issue(
-            lambda group: dist.reduce_scatter_single(out, full, group=group, async_op=True),
-            out,
-        )
+        reduce_scatter = getattr(dist, NAMES.reduce_scatter)
+        return self._issue(lambda group: reduce_scatter(out, full, group=group, async_op=True), out)
 
     def all_to_all(
         self, out: torch.Tensor, sent: torch.Tensor, numels_out: list[int], numels_sent: list[int]
@@ -121,7 +120,7 @@ class Group:
             out, sent = torch.view_as_real(out), torch.view_as_real(sent)
         if self.peers is not None and out.device.type == "cpu":
             return self._begin(lambda lanes: lanes.all_to_all(out, sent, numels_out, numels_sent))
-        send = methodcaller("all_to_all_single", out, sent, numels_out, numels_sent, ALL_TO_ALL)
+        send = methodcaller(NAMES.all_to_all, out, sent, numels_out, numels_sent, ALL_TO_ALL)
         return self._issue(send, out)
 
     def begin_one(self, device: torch.device) -> None:

@@ -37,7 +37,7 @@ PIDS = "ONEFOLD_PIDS"
 """Environment variable with the folder to which ranks write their process numbers."""
 
 GRACE_S = 5
-"""Seconds between a request to end and the kill."""
+"""Seconds between a request to end and the kill; 30 on torch 2.11, which fixes them."""
 
 
 def is_rank() -> bool:
@@ -71,6 +71,8 @@ def launch(argv: Sequence[str], ranks: int, *, passes_stops_on: bool = False) ->
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from onefold.compat import known_fields
+
     logging.disable(logging.CRITICAL)  # `print_failure` prints failures, not torch's launcher
     os.environ.update(_environment(ranks))
     prog = f"onefold {argv[0]}"
@@ -90,7 +92,7 @@ def launch(argv: Sequence[str], ranks: int, *, passes_stops_on: bool = False) ->
             local_addr="127.0.0.1",
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
-            shutdown_timeout=GRACE_S,
+            **known_fields(LaunchConfig, shutdown_timeout=GRACE_S),
             signals_to_handle="SIGHUP,SIGQUIT" if passes_stops_on else "SIGTERM,SIGHUP,SIGQUIT",
         )
         try:

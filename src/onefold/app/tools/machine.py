@@ -21,6 +21,7 @@ import torch.distributed as dist
 from onefold.adapters.versions import outside
 from onefold.app.measure import highest_rate
 from onefold.app.tools.bandwidth import Ask, measure_link
+from onefold.compat import lacks
 from onefold.engine.adam_kernel import kernel
 from onefold.text import counted, format_bytes, format_rate
 from onefold.tier import accelerator
@@ -179,6 +180,7 @@ def _limits() -> list[Check]:
     shared = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else inf
     quota = _cpu_quota()
     return _judged([
+        ("limits of this torch", lacks(), WARN, True, "install torch 2.12 or newer"),
         ("locked memory (ulimit -l)", "unlimited" if locked == inf else format_bytes(locked),
          WARN, accelerator.kind() is not None and locked < 64 * MIB,
          "GPU ranks pin memory: raise it with `ulimit -l unlimited`"),

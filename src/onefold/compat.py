@@ -1,0 +1,81 @@
+"""What torch 2.11 to 2.15 call by different names, or lack. No other file chooses between these.
+
+torch 2.11 and 2.12   older names of three collectives, and no rule for `detach_` of a DTensor
+torch 2.11            no time limit in the launcher, and no exchange of bytes between storages
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed
+
+from onefold.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """How this torch calls functions whose names differ between versions."""
+
+    all_gather: str  # of a process group
+    all_to_all: str  # of a process group
+    reduce_scatter: str  # of torch.distributed
+    swap: str  # of an untyped storage: exchange the bytes of two; empty if there is none
+
+    @staticmethod
+    def of(package: Any) -> Names:
+        """Find the names in `package`, which is torch. Raises `ConfigError` if one is missing."""
+        group, storage = package.distributed.ProcessGroup, package.UntypedStorage
+        return Names(
+            all_gather=_first(group, "all_gather_single", "_allgather_base"),
+            all_to_all=_first(group, "all_to_all_single", "alltoall_base"),
+            reduce_scatter=_first(
+                package.distributed, "reduce_scatter_single", "reduce_scatter_tensor"
+            ),
+            swap="_swap_data_ptr_" if _offers(storage, "_swap_data_ptr_") else "",
+        )
+
+
+def _offers(owner: Any, name: str) -> bool:
+    return getattr(owner, name, None) is not None
+
+
+def _first(owner: Any, *names: str) -> str:
+    """The first of `names` that `owner` offers, the newest first."""
+    for name in names:
+        if _offers(owner, name):
+            return name
+    hint = "pip install 'torch>=2.11,<2.16'"
+    raise ConfigError(f"{owner.__name__} of torch to have {' or '.join(names)}", "none", hint=hint)
+
+
+NAMES = Names.of(torch)
+
+
+def known_fields(kind: Callable[..., Any], **fields: Any) -> dict[str, Any]:
+    """The ones among `fields` that `kind` takes in this torch."""
+    known = inspect.signature(kind).parameters
+    return {name: value for name, value in fields.items() if name in known}
+
+
+def add_missing_rules() -> None:
+    """Let inference mode gather DTensors: it calls `detach_`, for which torch 2.11 has no rule.
+
+    torch 2.13 gives it the rule of `detach`.
+    """
+    from torch.distributed.tensor import DTensor
+
+    rules = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
+    aten = torch.ops.aten
+    rules.setdefault(aten.detach_.default, rules[aten.detach.default])
+
+
+def lacks() -> str:
+    """Say what does not work with this torch; empty from torch 2.12 on."""
+    if NAMES.swap:  # the others are new in 2.12, too
+        return ""
+    return "no ring of buffers on GPUs, no Adagrad with offload, ranks are killed after 30 s"
