@@ -55,8 +55,8 @@ def shard(  # noqa: PLR0913 - the contract
     `optimizer.step()`. Gradients are averaged over the ranks.
 
     Args:
-        module: any module, on the CPU, the device, or `meta` (then each submodule's
-            `reset_parameters` is called, unit by unit).
+        module: any module, on the CPU, the device, or `meta` (then it gets the values that
+            its constructor would have drawn, unit by unit).
         optimizer: built on the module's parameters; stays the same object. Or a list of several.
             None: for inference, or if you build the optimizer afterwards on `module.parameters()`.
         stage: 0 replicates, 1 shards optimizer state, 2 also gradients, 3 also parameters. "auto":

@@ -34,7 +34,7 @@ from onefold.layout import packed
 from onefold.layout.ledger import Ledger
 from onefold.layout.module_tree import ModuleTree
 from onefold.layout.statistics import buffers_dtype
-from onefold.layout.units import Owned, UnitPlan, plan_units
+from onefold.layout.units import Owned, UnitPlan, owned_parameters, plan_units
 from onefold.planner.memory import Expectation
 from onefold.recipe import Recipe
 from onefold.tier.device import PAGES_NBYTES, DeviceStore, return_free_memory
@@ -42,14 +42,14 @@ from onefold.tier.store import Store
 from onefold.unit.buffer import explaining
 from onefold.unit.context import Context, Tiers
 from onefold.unit.cut_dtensor import WeightedMesh
+from onefold.unit.deferred import Deferred
 from onefold.unit.init import (
     PROMISED,
-    Initialisers,
     Values,
     agree_on_values,
-    initialisers_of,
+    fill_buffers,
+    initialise,
     materialise,
-    materialise_buffers,
     move,
 )
 from onefold.unit.unit import Unit
@@ -64,8 +64,8 @@ SHARDS = "fsdp"
 """The name of the axis over which parameters are cut, whatever the user's mesh calls it. PEFT takes
 an axis of another name for tensor parallelism, and sizes adapters by the rows of one rank."""
 
-Source = tuple[Initialisers, Values | None]
-"""Initial values of a module on `meta`: the initialisers of its parts, and promised values."""
+Source = tuple[Deferred | None, Values | None]
+"""Values of a module on `meta`: those that initialisers made, and promised ones."""
 
 
 def build(parts: ModuleParts, resolved: Resolved) -> None:
@@ -85,17 +85,22 @@ def build(parts: ModuleParts, resolved: Resolved) -> None:
     axes = model_axes.join(_members(parts, resolved, None), group, shards, device.type)
     context = _context(resolved, store, ledger, tiers, axes)
     context, contexts = _contexts(parts, resolved, context)
-    source: Source = (initialisers_of(parts.tree), parts.tree.root.__dict__.pop(PROMISED, None))
+    values: Values | None = parts.tree.root.__dict__.get(PROMISED)
     originals = [owned.parameter for owned in parts.parameters]
     for owned in parts.parameters:
         if owned.is_packed and owned.table is None:
             for part, _ in owned.owners:
                 packed.prepare_module(part, owned.parameter)
+    made = together(group, lambda: initialise(parts.tree, parts.parameters, device, values))
+    parts.tree.root.__dict__.pop(PROMISED, None)
+    source: Source = (made, values)
     engine = Engine(
         parts.tree.root, partial(_units, parts, contexts, source), context, recipe=recipe,
         facts=facts, build_adapters=partial(_adapters, resolved),
     )  # fmt: skip
     _cast_buffers(parts.tree, resolved, group, source)
+    if made is not None:
+        made.advance()
     together(group, partial(_install, parts, engine, originals))
     ledger.forget_traffic()
 
@@ -211,7 +216,8 @@ def _adapters(resolved: Resolved, engine: Engine) -> list[Unit]:
     axes = AxesOfCuts(holders=engine.context.holders)
     context = _context(replace(resolved, recipe=recipe), store, engine.ledger, tiers, axes)
     tree = ModuleTree.of(module)
-    source: Source = (initialisers_of(tree), None)
+    made = initialise(tree, owned_parameters(tree), resolved.device)
+    source: Source = (made, None)
     units: list[Unit] = []
     for plan in plan_units(tree, precision=recipe.precision):
         added = (o for o in plan.members if id(o.parameter) not in engine.by_sharded)
@@ -224,6 +230,9 @@ def _adapters(resolved: Resolved, engine: Engine) -> list[Unit]:
             units.append(Unit(plan, context, index, engine, keeps_gradients=keeps))
             _fill(units[-1], plan, context, source)
             hook(engine, {index: plan.modules})
+    if made is not None:
+        fill_buffers(tree, resolved.device, *source)
+        made.advance()
     guards.guard_parts(tree.modules, engine)
     return units
 
@@ -248,7 +257,7 @@ def _fill(unit: Unit, plan: UnitPlan, context: Context, source: Source) -> None:
 
 def _cast_buffers(tree: ModuleTree, resolved: Resolved, group: Group, source: Source) -> None:
     """Give buffers the values of rank 0, in the dtype of `Precision.buffers`."""
-    materialise_buffers(tree, resolved.device, *source)
+    fill_buffers(tree, resolved.device, *source)
     cast = dict[int, torch.Tensor]()
     for part in tree.modules:
         dtype = buffers_dtype(part, resolved.recipe.precision)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import copy
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from inspect import Parameter, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +18,7 @@ from onefold.layout.cut import Box
 from onefold.layout.module_tree import ModuleTree
 from onefold.layout.packed import QuantizedWeight
 from onefold.layout.units import Owned, UnitPlan
+from onefold.unit.deferred import Deferred, has_nan
 from onefold.wire.collectives import Group
 
 if TYPE_CHECKING:
@@ -44,115 +48,231 @@ class Values(Protocol):
         ...
 
 
-Initialisers = dict[int, Callable[[nn.Module], object]]
-"""By id of a module: the enclosing model's `_init_weights`, as Hugging Face's models define it."""
-
-
-def initialisers_of(tree: ModuleTree) -> Initialisers:
-    """The `_init_weights` of the innermost model around each module, where there is one."""
-    by_name: dict[str, Callable[[nn.Module], object]] = {}
-    for name, part in tree.parts:  # a module comes after the one around it
-        own = getattr(part, "_init_weights", None)
-        initialiser = own if callable(own) else by_name.get(name.rpartition(".")[0])
-        if initialiser is not None:
-            by_name[name] = initialiser
-    return {id(part): by_name[name] for name, part in tree.parts if name in by_name}
-
-
-def materialise(
-    plan: UnitPlan, device: torch.device, room: Room, initialisers: Initialisers,
+def initialise(
+    tree: ModuleTree, parameters: Iterable[Owned], device: torch.device,
     values: Values | None = None,
-) -> None:  # fmt: skip
-    """Give real memory and initial values to the unit's parameters that are on `meta`.
+) -> Deferred | None:  # fmt: skip
+    """Run initialisers for parameters and buffers on `meta` that `values` does not have.
 
-    Each owning module is initialised by the model around it or by its own `reset_parameters`, in
-    module order. Only modules of this unit are touched, so no more than one unit is unsharded at a
-    time. Parameters that `values` has get a stand-in without memory: `Unit.adopt` reads their rows.
+    Afterwards they are real, and without memory if they are large: `settle` of the result computes
+    one. A model with a `config` is built once more, so that values are bitwise those of its
+    constructor. Where that is not possible, each module runs its `reset_parameters` and then its
+    library's rule, after the modules inside it. Loaded and promised tensors are never written.
+
+    Raises: ConfigError: an initialiser left a tensor out. The module is as it was.
     """
-    owners: dict[int, nn.Module] = {}
-    mine: set[int] = set()
-    for owned in plan.members:
-        is_given = values is not None and owned.fqn in values
-        if is_given:
-            _replace(owned, torch.empty((), dtype=owned.parameter.dtype, device=device))
-            continue
-        if owned.parameter.is_meta:
-            _refuse_cut(owned)
-            owners[id(owned.owners[0][0])] = owned.owners[0][0]
-            with room(owned.parameter.nbytes):
-                blank = _blank(owned.parameter, device)
-            _replace(owned, blank)
-        mine.add(id(owned.parameter))
-    for module in owners.values():
-        elsewhere = {
-            name: parameter
-            for name, parameter in module._parameters.items()
-            if parameter is not None and id(parameter) not in mine
-        }
-        _initialise(module, device, initialisers, elsewhere)  # stand-ins of other units' parameters
+    places = [
+        _Place(store, name, tensor, f"{prefix}.{name}".lstrip("."), module)
+        for prefix, module in tree.parts
+        for store in (module._parameters, module._buffers)
+        for name, tensor in store.items()
+        if tensor is not None
+    ]
+    missing = {
+        id(place.tensor): place
+        for place in places
+        if place.tensor.is_meta and not (values is not None and place.fqn in values)
+    }
+    if not missing:
+        return None
+    owners = {id(owned.parameter): owned for owned in parameters}
+    for key in missing.keys() & owners.keys():
+        _refuse_cut(owners[key])
+    deferred = Deferred(device)
+    try:
+        rules = _Rules(deferred, places, set(missing))
+        with deferred, torch.no_grad():
+            rules.run(tree.root)
+        made = {key: place.store[place.name] for key, place in missing.items()}
+        for key, place in missing.items():
+            if deferred.is_unset(made[key]):
+                raise _left_out(place)
+    finally:
+        for place in places:
+            place.store[place.name] = place.tensor
+    for place in places:
+        if id(place.tensor) in made and place.store is place.module._buffers:
+            place.store[place.name] = made[id(place.tensor)]
+    for key in missing.keys() & owners.keys():
+        trains = missing[key].tensor.requires_grad
+        owners[key].materialise(nn.Parameter(made[key].detach(), requires_grad=trains))
+    return deferred
 
 
-def materialise_buffers(
-    tree: ModuleTree, device: torch.device, initialisers: Initialisers, values: Values | None = None
-) -> None:
-    """Initialise modules that have buffers on `meta`; then fill those that `values` has."""
-    for prefix, module in tree.parts:
-        names = {
-            name: f"{prefix}.{name}" if prefix else name
-            for name, buffer in module._buffers.items()
-            if buffer is not None and (buffer.is_meta or values is not None)
-        }
-        promised = [name for name, fqn in names.items() if values is not None and fqn in values]
-        on_meta = [name for name in names if getattr(module._buffers[name], "is_meta", False)]
-        if set(on_meta) - set(promised):
-            stand_ins = {n: p for n, p in module._parameters.items() if p is not None}
-            _initialise(module, device, initialisers, stand_ins)
-        for name, buffer in list(module._buffers.items()):
-            if values is None or buffer is None or name not in promised:
-                continue
-            if buffer.is_meta:
-                buffer = module._buffers[name] = _blank(buffer, device)
-            values.fill(names[name], None, buffer)
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """One place of a parameter or buffer in a module tree."""
+
+    store: dict[str, Any]  # of the module: its parameters, or its buffers
+    name: str
+    tensor: Tensor
+    fqn: str
+    module: nn.Module
 
 
-def _initialise(
-    module: nn.Module, device: torch.device, initialisers: Initialisers,
-    stand_ins: dict[str, nn.Parameter],
-) -> None:  # fmt: skip
-    """Initialise freshly allocated tensors of a module, and stand-ins; see that all are set."""
-    for name, parameter in stand_ins.items():
-        module._parameters[name] = nn.Parameter(_blank(parameter, device), False)
-    kind = type(module).__name__
-    for name, buffer in module._buffers.items():
-        if buffer is not None and buffer.is_meta:
-            module._buffers[name] = _blank(buffer, device)
-    by_model, reset = initialisers.get(id(module)), getattr(module, "reset_parameters", None)
-    if by_model is None and not callable(reset):
+class _Rules:
+    """Gives values to tensors without memory, module by module, in the order of constructors."""
+
+    def __init__(self, deferred: Deferred, places: Iterable[_Place], missing: set[int]) -> None:
+        self._missing = missing
+        self._seen = set[nn.Module]()
+        self._own: dict[nn.Module, set[int]] = {}
+        self._given: dict[int, Tensor] = {}  # by id of the tensor in its place
+        blanks: dict[int, Tensor] = {}
+        for place in places:
+            key, is_given = id(place.tensor), id(place.tensor) not in missing
+            self._own.setdefault(place.module, set()).add(key)
+            if key not in blanks:
+                blanks[key] = deferred.blank(place.tensor, is_given=is_given)
+                if place.store is place.module._parameters:
+                    trains = place.tensor.requires_grad and blanks[key].is_floating_point()
+                    blanks[key] = nn.Parameter(blanks[key], requires_grad=trains)
+                if is_given:
+                    vars(blanks[key])[HF_FLAG] = True
+                    self._given[id(blanks[key])] = place.tensor
+            place.store[place.name] = blanks[key]
+
+    def run(self, module: nn.Module) -> None:
+        """Initialise the modules inside, then the module itself."""
+        self._seen.add(module)
+        inside = set[int]().union(*(self._own.get(part, ()) for part in module.modules()))
+        vars(module).pop(HF_FLAG, None)
+        if not inside & self._missing:
+            return
+        given = {n: self._given[id(t)] for n, t in _named(module) if id(t) in self._given}
+        if _rebuild(module, given):
+            return
+        for child in module.children():
+            if child not in self._seen:
+                self.run(child)
+        reset = _method(module, "reset_parameters") or _method(module, "_reset_parameters")
+        if reset is not None:
+            reset()
+        names = ("initialize_weights", "init_weights", "_init_weights")
+        rule = next(filter(None, (_method(module, name) for name in names)), None)
+        if rule is not None:
+            rule()
+        elif callable(by_module := getattr(module, "_init_weights", None)):
+            module.apply(by_module)
+
+
+HF_FLAG = "_is_hf_initialized"
+"""Where transformers notes that a tensor, or a whole module, has its values."""
+
+
+def _method(module: nn.Module, name: str) -> Callable[[], object] | None:
+    """A method that needs no arguments; None where there is none."""
+    method = getattr(module, name, None)
+    if not callable(method):
+        return None
+    several = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    parameters = signature(method).parameters.values()
+    return (
+        method if all(p.default is not p.empty or p.kind in several for p in parameters) else None
+    )
+
+
+def _rebuild(module: nn.Module, given: dict[str, Tensor]) -> bool:
+    """Take the values of a second module of this class and configuration, if it is alike.
+
+    `given`: tensors that have values, by name. They may be the constructor's: `torch.Tensor(n)` is
+    real under `torch.device("meta")`, and may hold anything.
+    """
+    config = getattr(module, "config", None)
+    if config is None or next(iter(signature(type(module)).parameters), "") != "config":
+        return False
+    dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
+    usual, asked = torch.get_default_dtype(), getattr(config, "dtype", None)
+    if dtypes != {asked} or not isinstance(asked, torch.dtype):
+        asked = usual
+    try:
+        torch.set_default_dtype(asked)
+        if given:
+            with Deferred(torch.device("cpu")), torch.device("meta"):
+                probe = dict(_named(type(module)(copy.deepcopy(config))))
+            if any(
+                value.is_meta or name not in probe or probe[name].is_meta
+                for name, value in given.items()
+            ):
+                return False
+        with torch.enable_grad():
+            twin = type(module)(copy.deepcopy(config))
+    except Exception:  # it wants more than its configuration
+        return False
+    finally:
+        torch.set_default_dtype(usual)
+    if _outline(twin) != _outline(module):
+        return False
+    parts, made = dict(module.named_modules()), dict(_named(twin))
+    for name, other in twin.named_modules():
+        if name in parts:
+            parts[name]._parameters.update(other._parameters)
+            parts[name]._buffers.update(other._buffers)
+    for name, value in given.items():
+        value.copy_(made[name])
+    return True
+
+
+def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield all parameters and buffers, under all of their names."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _outline(module: nn.Module) -> list[tuple[str, torch.dtype, torch.Size, int]]:
+    """Name, dtype, shape and first place of each parameter and buffer."""
+    first: dict[int, int] = {}
+    named = enumerate(_named(module))
+    return [(name, t.dtype, t.shape, first.setdefault(id(t), i)) for i, (name, t) in named]
+
+
+def _left_out(place: _Place) -> ConfigError:
+    kind = type(place.module).__name__
+    if not callable(getattr(place.module, "reset_parameters", None)):
         wanted = f"{kind} to have reset_parameters(), since it is on the meta device"
         hint = "add the method, build the module on a real device, or load its weights "
         hint += "with onefold.load_pretrained before onefold.shard"
-        raise ConfigError(wanted, "a module without it", hint=hint)
-    with torch.no_grad():
-        if by_model is not None:
-            by_model(module)
-        if callable(reset) and (by_model is None or _unset(module)):
-            reset()
-    for name in _unset(module):
-        got = "a tensor that it left uninitialized"
-        hint = f"initialize {name!r} in reset_parameters, or build the module on a real device"
-        raise ConfigError(f"{kind}.reset_parameters() to set {name!r}", got, hint=hint)
-    module._parameters.update(stand_ins)
+        return ConfigError(wanted, f"a module without it, which has {place.fqn!r}", hint=hint)
+    got = f"a tensor that it left uninitialized, {place.fqn!r}"
+    hint = f"initialize {place.name!r} in reset_parameters, or build the module on a real device"
+    return ConfigError(f"{kind}.reset_parameters() to set {place.name!r}", got, hint=hint)
 
 
-def _unset(module: nn.Module) -> list[str]:
-    """Names of the module's own tensors that have no values yet."""
-    tensors = [*module._parameters.items(), *module._buffers.items()]
-    return [n for n, t in tensors if t is not None and t.is_floating_point() and _has_nan(t)]
+def materialise(
+    plan: UnitPlan, device: torch.device, room: Room, deferred: Deferred | None,
+    values: Values | None = None,
+) -> None:  # fmt: skip
+    """Give memory and initial values to the unit's parameters that were on `meta`.
+
+    Parameters that `values` has get a stand-in without memory: `Unit.adopt` reads their rows.
+    """
+    for owned in plan.members:
+        if values is not None and owned.fqn in values:
+            _replace(owned, torch.empty((), dtype=owned.parameter.dtype, device=device))
+        elif deferred is not None:
+            with room(owned.parameter.nbytes):
+                was_made = deferred.settle(owned.parameter)
+            if was_made and has_nan(owned.parameter.detach()):
+                wanted = f"initializers to set all elements of parameter {owned.fqn!r}"
+                hint = "initialize all of it, or build the module on a real device"
+                raise ConfigError(wanted, "one with NaN", hint=hint)
 
 
-def _has_nan(tensor: Tensor) -> bool:
-    """Sum first, without a temporary as large as a mask; opposite infinities need a second test."""
-    return bool(tensor.sum().isnan()) and bool(tensor.isnan().any())
+def fill_buffers(
+    tree: ModuleTree, device: torch.device, deferred: Deferred | None, values: Values | None
+) -> None:
+    """Give buffers that were on `meta` memory and initial values; read those that `values` has."""
+    for prefix, module in tree.parts:
+        for name, buffer in module._buffers.items():
+            fqn = f"{prefix}.{name}".lstrip(".")
+            if buffer is None:
+                continue
+            if deferred is not None:
+                deferred.settle(buffer)
+            if values is not None and fqn in values:
+                if buffer.is_meta:
+                    buffer = module._buffers[name] = torch.empty_like(buffer, device=device)
+                values.fill(fqn, None, buffer)
 
 
 VALUES = "a message of rank 0's values"
@@ -218,9 +338,3 @@ def move(owned: Owned, device: torch.device) -> None:
     elif owned.values.device != device:
         cut = owned.model.over(owned.values.detach().to(device))
         _replace(owned, cut, is_cut=True)
-
-
-def _blank(like: Tensor, device: torch.device) -> Tensor:
-    """Memory whose use before initialisation shows: NaN, or zero for integers."""
-    fill = float("nan") if like.is_floating_point() else 0
-    return torch.full(like.shape, fill, dtype=like.dtype, device=device)
