@@ -6,6 +6,7 @@ import copy
 import os
 import pickle
 import re
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -386,6 +387,72 @@ def states_stay(rank: int) -> None:
     after = {id(v) for entry in prepared.state.values() for v in entry.values()}
     assert after == before
     assert len(prepared.state_dict()["state"]) == len(optimizer.state)
+
+
+def _rows(rank: int, world_size: int) -> list[Any]:
+    """Rows that this rank gets of two epochs, of a third from a position, and what is refused."""
+    accelerator = accelerate.Accelerator(cpu=True)
+    data = [(i, torch.full((2,), i / 23)) for i in range(23)]
+    shares = [1.0, 3.0, 2.0][:world_size]
+    sampler = onefold.mixed.RowSampler(data, rows=6, shares=shares, seed=4)
+    plain = DataLoader(data, batch_sampler=sampler)
+    prepared = accelerator.prepare(plain)
+    assert len(prepared) == len(plain) == len(sampler) == 4
+    found = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        alone = [ids.tolist() for ids, _ in plain]
+        assert [ids.tolist() for ids, _ in prepared] == alone
+        found.append(list(chain(*alone)))
+    assert sampler.state_dict()["next_row"] == 23
+    rest = accelerator.skip_first_batches(prepared, 1)
+    assert [ids.tolist() for ids, _ in rest] == alone[1:]
+    sampler.load_state_dict(sampler.state_dict(batches=2))
+    prepared.set_epoch(1)
+    found.append(list(chain(*(ids.tolist() for ids, _ in prepared))))
+    if rank == 0 and world_size > 1:
+        whole = accelerate.data_loader.prepare_data_loader(plain, dispatch_batches=True,
+                                                           put_on_device=True)  # fmt: skip
+        with pytest.raises(onefold.ConfigError, match="dispatch_batches=False"):
+            next(iter(whole))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_prepared_loader_deals_each_row_of_a_row_sampler_once(world_size):
+    for epoch, parts in enumerate(zip(*run_forks(world_size, _rows, world_size), strict=True)):
+        rows = sorted(row for part in parts for row in part)
+        assert len(set(rows)) == len(rows) == (23 if epoch < 2 else 23 - 12)
+
+
+def _in_an_epoch(rank: int, folder: Path) -> dict[str, Tensor]:
+    """Train with dropout on six batches; a run that finds a state goes on where it was saved."""
+    accelerator = accelerate.Accelerator(cpu=True)
+    torch.manual_seed(rank)
+    model = nn.Sequential(Net(), nn.Dropout(0.5))
+    model, optimizer = adopt(accelerator, model, torch.optim.AdamW(model.parameters()), stage=3)
+    data = [torch.arange(4) + i % 7 for i in range(24)]
+    rows = accelerator.prepare(DataLoader(data, batch_size=2, generator=torch.Generator()))
+    done = 0
+    if folder.exists():
+        accelerator.load_state(folder)
+        done = 3
+    for tokens in accelerator.skip_first_batches(rows, done):
+        accelerator.backward(model(tokens).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        done += 1
+        if done == 3:
+            accelerator.save_state(folder)
+    assert done == len(rows)
+    return onefold.full_state_dict(model, rank0_only=False)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_dropout_goes_on_in_an_epoch_where_the_loader_has_a_generator(world_size, tmp_path):
+    whole, again = (run_forks(world_size, _in_an_epoch, tmp_path / "state")[0] for _ in range(2))
+    for name, weight in whole.items():
+        assert torch.equal(weight, again[name]), name
 
 
 def test_preparing_an_optimizer_moves_no_state():

@@ -154,8 +154,18 @@ def test_the_programs_of_the_pages_run(path, program, ranks, tmp_path, monkeypat
         run_ranks(ranks, run, program, path)
 
 
-def weights_after(rank: int, program: Program) -> tuple[int, dict[str, Tensor]]:
-    names = {"torch": torch, **provided()}
+class Dropping(Net):
+    """A model whose training draws from torch's generator."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * F.dropout(torch.ones(()), 0.5)
+
+
+def weights_after(
+    rank: int, program: Program, model: type[nn.Module] = Net
+) -> tuple[int, dict[str, Tensor]]:
+    names = {"torch": torch, **provided(), "model": seeded(model)}
+    names["optimizer"] = torch.optim.AdamW(names["model"].parameters(), lr=1e-3)
     for text in program.blocks:
         exec(compile(text, "page", "exec"), names)
     return names["step"], onefold.full_state_dict(names["model"], rank0_only=False)
@@ -172,6 +182,15 @@ def test_the_recipe_for_the_position_in_the_data_resumes_at_the_next_row(tmp_pat
     for name, weight in whole[1].items():
         assert torch.equal(weight, again[1][name])
     assert [steps for steps, _ in run_ranks(2, weights_after, program)] == [8, 8]
+
+
+def test_the_recipe_for_the_position_in_the_data_resumes_dropout_too(tmp_path, monkeypatch):
+    """In one process: ranks that are threads share a generator."""
+    monkeypatch.chdir(tmp_path)
+    program, *_ = programs(ROOT / "docs" / "guides" / "data-position.md")
+    (_, whole), (_, again) = (weights_after(0, program, Dropping) for _ in range(2))
+    for name, weight in whole.items():
+        assert torch.equal(weight, again[name]), name
 
 
 def peaks(**choices: Any) -> dict[tuple[int, str], str]:

@@ -222,6 +222,55 @@ def test_a_position_in_another_dataset_is_refused():
         onefold.mixed.RowSampler(10, 4).load_state_dict(state)
 
 
+@pytest.mark.parametrize("state", [
+    {"epoch": 1, "num_replicas": 2}, {"seed": 0, "epoch": 1, "next_row": 4, "num_rows": 9},
+    {"seed": 0, "epoch": 1, "next_row": 12, "num_rows": 10, "shares": [1.0]}, [1, 2],
+])  # fmt: skip
+def test_a_position_that_is_none_is_refused_and_changes_nothing(state):
+    sampler = onefold.mixed.RowSampler(10, 4)
+    before = sampler.state_dict(), list(sampler)
+    with pytest.raises(StateError, match=r"position .*\nhint: "):
+        sampler.load_state_dict(state)
+    assert (sampler.state_dict(0), list(sampler)) == before
+
+
+@pytest.mark.parametrize("num_rows", [8, 40])  # of 8, all are read ahead
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_position_that_is_set_once_rows_are_dealt_is_refused_when_they_go_on(workers, num_rows):
+    def begun(batches):
+        sampler = onefold.mixed.RowSampler(num_rows, 2, shuffle=False)
+        rows = iter(DataLoader(torch.arange(num_rows), batch_sampler=sampler, num_workers=workers))
+        return sampler, rows, [next(rows).tolist() for _ in range(batches)]
+
+    sampler, rows, first = begun(1)
+    state = sampler.state_dict(2)
+    sampler.load_state_dict(state)
+    with pytest.raises(StateError, match=r"set the position first, then call iter\(loader\)"):
+        next(rows)
+    assert flat(sampler) == list(range(4, num_rows)), "a new iteration begins there"
+    sampler, rows, first = begun(1)
+    sampler.set_epoch(0)
+    assert flat([*first, *(row.tolist() for row in rows)]) == list(range(num_rows))
+    sampler, rows, first = begun(0)
+    sampler.load_state_dict(state)
+    if workers:  # they have begun
+        with pytest.raises(StateError, match="set the position first"):
+            next(rows)
+    else:
+        assert flat(row.tolist() for row in rows) == list(range(4, num_rows))
+
+
+def test_a_loaded_position_is_not_left_for_an_earlier_epoch():
+    sampler = onefold.mixed.RowSampler(10, 4)
+    sampler.set_epoch(3)
+    sampler.load_state_dict(sampler.state_dict(1))
+    with pytest.raises(StateError, match=r"epoch 3.*or a later one, got 0"):
+        sampler.set_epoch(0)
+    assert len(flat(sampler)) == 6
+    sampler.set_epoch(0)
+    assert len(flat(sampler)) == 10
+
+
 # weigh
 
 ROWS = 12

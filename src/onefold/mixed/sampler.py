@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from copy import copy
 from functools import partial
 from hashlib import blake2b
 from itertools import pairwise
 from math import isfinite
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -29,7 +31,8 @@ class RowSampler(Sampler[list[int]]):
 
     One permutation of the whole dataset, a function of the seed and the epoch, is cut into global
     batches. They do not depend on the rank, the number of ranks or the shares. Each rank takes
-    consecutive rows of each global batch. Weigh losses with `onefold.weigh`.
+    consecutive rows of each global batch. Weigh losses with `onefold.weigh`. A loader that
+    Accelerate or Trainer has prepared deals the same rows.
 
     Args:
         dataset: a dataset with a length, or the number of its rows.
@@ -69,6 +72,8 @@ class RowSampler(Sampler[list[int]]):
         self._speeds: RowSpeeds | None = None
         self._start = 0  # row of the epoch at which the next iteration begins
         self._next = 0  # row of the epoch that is dealt next
+        self._is_loaded = False  # the next iteration begins at a position that was loaded
+        self._moves = 0  # another position was set, so many times
         if rows < 1 or self._numel < (rows if drop_last else 1):
             wanted = "at least one global batch of at least one row"
             hint = "lower rows, or pass drop_last=False"
@@ -80,13 +85,21 @@ class RowSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Return global batches of an epoch, the same on every rank."""
+        return self._num_batches * _copies_for(sys._getframe(1), self)
+
+    @property
+    def _num_batches(self) -> int:
         return self._numel // self._rows if self._drops_last else -(-self._numel // self._rows)
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the indices of this rank's rows of each global batch; it may be none."""
+        copies = _copies_for(sys._getframe(1), self)
+        return _Dealt(self, (rows for rows in self._deal() for _ in range(copies)))
+
+    def _deal(self) -> Iterator[list[int]]:
         order = self._order()
-        self._next, self._start = self._start, 0
-        stop = len(self) * self._rows if self._drops_last else self._numel
+        self._next, self._start, self._is_loaded = self._start, 0, False
+        stop = self._num_batches * self._rows if self._drops_last else self._numel
         while self._next < stop:
             batch = order[self._next : min(self._next + self._rows, stop)]
             self._next += self._rows
@@ -107,9 +120,20 @@ class RowSampler(Sampler[list[int]]):
         """Permute anew, from the first row; as with `DistributedSampler`, before each epoch.
 
         The epoch of a loaded state goes on where it was.
+
+        Raises:
+            StateError: an earlier epoch than that of a loaded position, which would be lost.
         """
+        if self._is_loaded and epoch < self._epoch:
+            wanted = f"epoch {self._epoch}, of the position that was loaded, or a later one"
+            hint = (
+                "a loader of Accelerate counts epochs from 0: call loader.set_epoch(epoch), with "
+            )
+            hint += "the epoch of the position, before the first iteration"
+            raise StateError(wanted, epoch, hint=hint)
         if epoch != self._epoch:
-            self._epoch, self._start, self._next = epoch, 0, 0
+            self._epoch, self._start, self._next, self._is_loaded = epoch, 0, 0, False
+            self._moves += 1
 
     def set_shares(self, shares: Sequence[float]) -> None:
         """Deal by these weights from the next global batch on. Call it alike on every rank.
@@ -170,19 +194,73 @@ class RowSampler(Sampler[list[int]]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a position. Shares of another number of ranks become equal ones.
 
+        Call it before `iter(loader)`: workers read ahead, and an iteration that has begun raises
+        `StateError` when it goes on.
+
         Raises:
-            StateError: the position is one in a dataset of another length.
+            StateError: the position is one in a dataset of another length, or of another sampler.
         """
-        if state["num_rows"] != self._numel:
+        hint = "resume with the dataset and the sampler of the run that was saved"
+        try:
+            place = [state[name] for name in ("seed", "epoch", "next_row", "num_rows")]
+            shares = tuple(float(share) for share in state["shares"])
+            seed, epoch, row, numel = map(int, place)
+        except (KeyError, TypeError, ValueError) as error:
+            got = f"{type(error).__name__}: {error}"
+            raise StateError("a position of a RowSampler", got, hint=hint) from error
+        if numel != self._numel or not 0 <= row <= numel:
             wanted = f"a position in a dataset of {self._numel} rows"
-            hint = "resume with the dataset of the run that was saved"
-            raise StateError(wanted, f"one of {state['num_rows']}", hint=hint)
-        self._seed, self._epoch = state["seed"], state["epoch"]
-        self._start = self._next = state["next_row"]
-        same = len(state["shares"]) == self._world_size
-        self.shares = tuple(state["shares"]) if same else even(self._world_size)
+            raise StateError(wanted, f"row {row} of {numel}", hint=hint)
+        self._seed, self._epoch, self._start, self._next = seed, epoch, row, row
+        self._is_loaded = True
+        self._moves += 1
+        self.shares = shares if len(shares) == self._world_size else even(self._world_size)
         if self._speeds is not None:
             self._speeds.begin_at(self.shares)
+
+
+class _Dealt(Iterator[list[int]]):
+    """The batches of one iteration, which ends with a move to another position."""
+
+    def __init__(self, sampler: RowSampler, batches: Iterator[list[int]]) -> None:
+        self._sampler, self._batches = sampler, batches
+        self._moves: int | None = None  # before this iteration began
+
+    def __next__(self) -> list[int]:
+        moves = self._sampler._moves
+        if self._moves not in (None, moves):
+            wanted = "the position in the data to stay while an iteration goes on"
+            got = "load_state_dict or set_epoch after it had dealt rows"
+            hint = "set the position first, then call iter(loader): its workers read ahead"
+            raise StateError(wanted, got, hint=hint)
+        self._moves = moves
+        return next(self._batches)
+
+
+def _copies_for(caller: FrameType, sampler: RowSampler) -> int:
+    """How many times the caller is to see each batch of the sampler.
+
+    [Note: prepared] `Accelerator.prepare` wraps a batch sampler into one that keeps one of N
+    batches on each of N ranks (`BatchSamplerShard` of Accelerate 1.15). The batches here are this
+    rank's already, so it sees each one N times, and keeps one. With `dispatch_batches=True`, rank 0
+    reads for all ranks (`DataLoaderDispatcher`), and would never see the rows of the others.
+    """
+    frame = caller if sampler._world_size > 1 else None
+    while frame is not None:
+        if getattr(frame.f_locals.get("self"), "slice_fn", None) is not None:
+            hint = "pass dispatch_batches=False in the DataLoaderConfiguration of the Accelerator"
+            wanted = "each rank to read its own rows of a RowSampler"
+            raise ConfigError(wanted, "rank 0 that reads for all ranks", hint=hint)
+        frame = frame.f_back
+    dealer = caller.f_locals.get("self")
+    if getattr(dealer, "batch_sampler", None) is not sampler:
+        return 1
+    num_ranks: int = getattr(dealer, "num_processes", 1)
+    if num_ranks not in (1, sampler._world_size):
+        wanted = f"a loader prepared for the {sampler._world_size} ranks of the RowSampler"
+        hint = "do not prepare the loader: the sampler deals the rows of each rank"
+        raise ConfigError(wanted, f"one for {num_ranks}", hint=hint)
+    return num_ranks
 
 
 def _collate(
