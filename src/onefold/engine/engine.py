@@ -28,11 +28,9 @@ from onefold.engine.pipelined import Pipeline, warn_undriven
 from onefold.engine.policy import policy_of
 from onefold.engine.run_facts import Marks, Prediction, RunFacts
 from onefold.engine.schedule import Schedule
-from onefold.engine.structure import follow, rename
+from onefold.engine.structure import follow
 from onefold.engine.walks import Call, Phase
 from onefold.engine.watch import announce_end, in_backward, recomputes, tensors_in, watch_outputs
-from onefold.errors import StateError
-from onefold.layout.module_tree import ModuleTree
 from onefold.recipe import Recipe
 from onefold.unit import refusals
 from onefold.unit.context import Context
@@ -104,6 +102,10 @@ class Engine:
         self.hands.do(actions)
         call.note_edits(unit.edits.at_rest())
         watch_outputs(ref(self), [call], list(tensors_in(outputs)))
+
+    def note_hooked(self, parameter: UnitParameter) -> None:
+        """Note that a parameter with users' hooks has its reduced gradient."""
+        self.hands.hooks.due[parameter] = None
 
     def note_reduced(self, gradient: UnitGradient) -> None:
         """Note that a tiled weight's gradient is complete."""
@@ -238,10 +240,7 @@ class Engine:
             return
         unit = self.units[call.unit]
         if call.edits != unit.edits.at_rest():
-            wanted = f"the weights of unit {unit.name!r} to be the same in backward as in forward"
-            got = "weights that changed in between"
-            hint = "run backward before the optimizer steps or weights are loaded"
-            raise StateError(wanted, got, where=unit.context.where, hint=hint)
+            raise refusals.CHANGED(unit.name, where=unit.context.where)
         actions = self.schedule.enter_backward(call, builds_graph=torch.is_grad_enabled())
         self.marks.leave(*self.schedule.ended)
         self.hands.do(actions)
@@ -275,6 +274,8 @@ class Engine:
         if not defers:
             reductions.note_unused({i for i, grad in enumerate(gradients) if grad.is_unused})
         self.marks.end()
+        if not driven.walks_apart:  # a pipeline runs them at its end
+            self.hands.hooks.run(self.units)
 
     def leave_failed_backward(self) -> None:
         """An exception ended backward: show parameters without its gradients until the abort."""
@@ -287,6 +288,7 @@ class Engine:
         """An exception ended backward: drop its gradients, reshard every unit."""
         self._is_torn = self._is_torn or bool(self.schedule.early_steps)
         self.hands.take_stepped()
+        self.hands.hooks.forget()
         for unit in self.units:
             unit.gradient.discard()
         self.hands.do(self.schedule.abort_backward())
@@ -312,6 +314,7 @@ class Engine:
             unit.gradient.check_whole()
         if any(unit.gradient.partial or unit.gradient.reduction.waits for unit in self.units):
             self.hands.do(self.schedule.complete(self._trained()))
+            self.hands.hooks.run(self.units)
 
     def start_reductions(self) -> None:
         """Begin to reduce what rests, whatever each rank's batches used; `finish` waits for it."""
@@ -322,6 +325,8 @@ class Engine:
 
     def before_step(self, stepper: Stepper) -> None:
         """An optimizer is about to step: reshard all units, bring edited weights to masters."""
+        if self.hands.hooks.begin_step(stepper.held, self.units, self.schedule):
+            return
         self.end_failed()
         stepped = self.hands.take_stepped(stepper)
         self.marks.begin("step")
@@ -349,6 +354,8 @@ class Engine:
         for unit in self.units:
             if unit in stepped:
                 unit.publish(is_rounded=unit in rounded or unit.steps_in_blocks)
+        if self.hands.hooks.end_step(self.units, self.schedule):
+            return
         self.schedule.stepped()
         self.marks.end()
 
@@ -362,12 +369,6 @@ class Engine:
     def ask_of_adapters(self, are_known: Callable[[], bool]) -> None:
         """Send no adapters for a state dict while `are_known` says that rank 0 has them whole."""
         self.are_adapters_known = are_known
-
-    def take_root(self, module: nn.Module) -> None:
-        """Go on with a module as the root, as its wrapper was removed: names are those in it."""
-        self.module = ref(module)
-        self.note_structure()
-        rename(self, ModuleTree.of(module))
 
     def add(self, units: list[Unit]) -> None:
         """Run more units, of parameters that joined the module; nothing is unsharded now."""
@@ -393,10 +394,7 @@ class Engine:
             for unit in self.units:
                 if unit.failure is not None:
                     raise unit.failure
-            wanted = "a backward that ran to its end, as it steps units on its way"
-            got = "a backward that failed: some weights are stepped and others are not"
-            hint = "load the last checkpoint with onefold.load"
-            raise StateError(wanted, got, where=f"rank {self.group.rank}", hint=hint)
+            raise refusals.TORN(where=f"rank {self.group.rank}")
 
     def mend(self) -> None:
         """Note that all weights were loaded anew: no backward has torn them, or stepped some."""

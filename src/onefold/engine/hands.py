@@ -13,10 +13,12 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from onefold.engine.driving import Action, Verb
 from onefold.engine.forward_threads import current_forward
+from onefold.engine.gradient_hooks import GradientHooks
 from onefold.engine.noise import NoiseScale
 from onefold.engine.policy import UnitFacts
 from onefold.engine.schedule import Schedule
 from onefold.unit import refusals
+from onefold.unit.parameter import UnitParameter
 from onefold.unit.unit import Unit
 from onefold.wire.collectives import Group
 from onefold.wire.ticket import Ticket
@@ -31,6 +33,10 @@ class Stepper(Protocol):
 
     def recover(self) -> None:
         """Undo a step that raised, if one did."""
+        ...
+
+    def held(self) -> list[UnitParameter]:
+        """Return the sharded parameters that the optimizer holds."""
         ...
 
 
@@ -49,6 +55,7 @@ class Hands:
         self._owing: WeakSet[Stepper] = WeakSet()  # so it has, and only others' `step` came since
         self._tickets: dict[int, Ticket] = {}  # of reductions, by unit
         self.noise: NoiseScale | None = None  # onefold.measure_noise
+        self.hooks = GradientHooks()
 
     def do(self, actions: Sequence[Action]) -> None:
         """Execute actions in order. Where one raises, the rest are skipped.
@@ -154,6 +161,8 @@ class Hands:
     def _step(self, index: int) -> None:
         unit, steppers = self.units[index], list(self.steppers)
         unit.gradient.show_late()
+        if self.hooks.due:
+            self.hooks.run_early(unit)
         if not steppers or unit.gradient.is_unused:
             self.schedule.early_steps.skip(index)
             return

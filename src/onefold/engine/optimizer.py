@@ -143,6 +143,13 @@ class OptimizerBinding:
         groups = optimizer.param_groups if optimizer is not None else []
         return any(tensor is parameter.sharded for group in groups for tensor in group["params"])
 
+    def held(self) -> list[UnitParameter]:
+        """Return the sharded parameters in the optimizer's groups."""
+        optimizer = self._optimizer()
+        groups = optimizer.param_groups if optimizer is not None else []
+        held = (self.parameter(tensor) for group in groups for tensor in group["params"])
+        return [parameter for parameter in held if parameter is not None]
+
     def forget(self, optimizer: Optimizer) -> None:
         """Free the optimizer's state of sharded parameters, before other state is read."""
         self._strategy.forget()

@@ -50,6 +50,10 @@ class Reductions:
         """True if gradients of the unit wait to be reduced in this backward."""
         return bool(self._fired[unit])
 
+    def has_arrived(self, unit: int, member: int) -> bool:
+        """True if this backward has brought the gradient of a parameter of the unit."""
+        return member in self._fired[unit] or unit in self._started
+
     def begin(self, trained: Sequence[int], without: Set[int], *, is_last: bool) -> None:
         """A backward begins. `trained`: parameters of each unit that will have a gradient.
 

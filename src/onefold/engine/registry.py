@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from onefold.engine import guards
 from onefold.engine.engine import Engine
 from onefold.engine.hooks import hook
+from onefold.engine.structure import take_root
 from onefold.errors import StateError
 from onefold.layout.module_tree import uncompiled
 
@@ -71,5 +72,5 @@ def _unwrapped(module: nn.Module) -> Engine | None:
     module.__dict__[ENGINE] = engine
     guards.guard_root(module)
     hook(engine, {}, root=module)
-    engine.take_root(module)
+    take_root(engine, module)
     return engine

@@ -8,6 +8,7 @@ does not: there, a new parameter is more likely a mistake, so it is an error.
 from __future__ import annotations
 
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import nn
@@ -33,6 +34,14 @@ class Followed(Protocol):
     @property
     def is_unsharded(self) -> bool: ...
     def add(self, units: list[Unit]) -> None: ...
+    def note_structure(self) -> None: ...
+
+
+def take_root(engine: Followed, module: nn.Module) -> None:
+    """Go on with a module as the root, as its wrapper was removed: names are those in it."""
+    engine.module = ref(module)
+    engine.note_structure()
+    rename(engine, ModuleTree.of(module))
 
 
 def follow(engine: Followed) -> None:

@@ -188,6 +188,10 @@ class OpenCalls:
         self._begun.remove(call)
         self._calls[call.unit].discard(call)
 
+    def of(self, unit: int) -> Iterable[Call]:
+        """The calls of the unit that backward will reach, or has begun with."""
+        return self._calls[unit]
+
     def has(self, unit: int, driven: Drive) -> bool:
         """True if this backward will reach the unit."""
         if driven.more_to_come or not driven.walks_apart:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from onefold.layout.ledger import Account, Kind
-from onefold.unit import refusals
+from onefold.unit import refusals, user_hooks
 from onefold.unit.buffer import Buffer
 from onefold.unit.local_mean import has_rows, scaled, take_rows
 from onefold.unit.node_reduction import reduction_of
@@ -30,6 +30,7 @@ from onefold.unit.parameter import UnitParameter
 from onefold.unit.reduction import Landed, MeanBuffer, MeanRows, known
 from onefold.unit.shown_grads import NoMean
 from onefold.unit.stand_ins import StandIns
+from onefold.unit.user_hooks import HeldBack
 from onefold.unit.weights import UnitWeights
 from onefold.wire.ticket import DONE, Ticket
 
@@ -48,7 +49,7 @@ class UnitGradient:
         self.partial: dict[UnitParameter, int] = {}  # partial gradients: their bytes
         self._stand_ins = StandIns()  # what `.grad` shows between micro-batches
         self._due: set[UnitParameter] = set()  # trained by these micro-batches, on every rank
-        self._earlier: set[UnitParameter] = set()  # had a `.grad` when the last backward began
+        self.earlier: set[UnitParameter] = set()  # had a `.grad` when the last backward began
         spans = [(p.span.start, p.span.stop) for p in parameters]
         self._means = MeanBuffer(spec, spans, keeps_bytes=keeps_bytes)  # from step to step
         self.shown: dict[UnitParameter, Tensor] = {}  # the `.grad` that shows a mean
@@ -57,6 +58,7 @@ class UnitGradient:
         self._landed: Landed | None = None  # the first hop, until the second begins
         self._following = DONE  # the second hop
         self._late: Landed | None = None  # means that are not shown yet
+        self.held_back = HeldBack()
         store, ledger = spec.context.store, spec.context.ledger
         self._has_rows, self._ledger = has_rows(spec), ledger
         self._partial_account = Account(self, Kind.PARTIAL_GRAD, store.name, ledger)
@@ -144,7 +146,7 @@ class UnitGradient:
     def discard(self) -> None:
         """A backward failed: drop its gradients, also those that arrive later. Torn sums raise."""
         if not self._is_discarding:
-            torn = self._earlier & set(self._with_grad())
+            torn = self.earlier & set(self._with_grad())
             with torch._C.DisableTorchFunctionSubclass():
                 for parameter in self._parameters:
                     parameter.sharded.grad = parameter.lost_mean if parameter in torn else None
@@ -171,7 +173,7 @@ class UnitGradient:
 
     def begin(self) -> None:
         """A backward begins."""
-        self._earlier = self.check_whole()
+        self.earlier = self.check_whole()
         self.drop_cleared()
 
     # between micro-batches, for checkpoints
@@ -263,13 +265,14 @@ class UnitGradient:
                 else:
                     self._give(parameter, mean)
                 parameter.unsharded.grad = None
-                parameter.call_hooks()
+                user_hooks.note(parameter)
             self._count_reduced(parameters)
             self._count_local()
 
     def _count_local(self) -> None:  # of one rank alone: gradients stay autograd's own tensors
         if not self._has_rows:
-            self._local_account.set(sum(p.unwrap(g).nbytes for p, g in self._with_grad().items()))
+            grads = {**self.held_back, **self._with_grad()}
+            self._local_account.set(sum(p.unwrap(g).nbytes for p, g in grads.items()))
 
     def _finish_reduce(
         self, parameters: list[UnitParameter], used: list[bool], partials: list[Tensor],
@@ -359,7 +362,7 @@ class UnitGradient:
                     self._give(parameter, rows[parameter.index].view_as(parameter.local))
                 hooks = sharded._post_accumulate_grad_hooks if runs_hooks else None
                 if len(hooks or ()) > parameter.num_hooks:
-                    parameter.call_hooks()
+                    user_hooks.note(parameter)
 
     def mean_rows(self, parameters: list[UnitParameter]) -> MeanRows:
         """Make room for the mean of `parameters`, at rest."""
@@ -389,7 +392,8 @@ class UnitGradient:
                 self._drop_cleared_means()
 
     def _drop_cleared_means(self) -> None:
-        cleared = [p for p, shown in self.shown.items() if p.sharded.grad is not shown]
+        held = self.held_back
+        cleared = [p for p, g in self.shown.items() if p.sharded.grad is not g and p not in held]
         for parameter in cleared:
             del self.shown[parameter]
         if self._reduced_at == self._ledger.steps:  # nothing was stepped by them

@@ -22,7 +22,7 @@ from onefold.errors import StateError
 from onefold.layout import packed
 from onefold.layout.model_axes import local_of
 from onefold.layout.units import Owned
-from onefold.unit import dtensors, logical, refusals, shown_grads
+from onefold.unit import dtensors, logical, refusals, shown_grads, user_hooks
 from onefold.unit.context import UnitSpec
 from onefold.unit.decoded import DecodedWeight, PackedMatrix
 from onefold.unit.quantized_bytes import QuantizedBytes
@@ -214,6 +214,7 @@ class UnitParameter(ShardedForm):
                 self._shown_local, self._template, ref(self), self.label
             )
             self.sharded.requires_grad_(requires_grad)
+            user_hooks.carry_over(original, self.sharded)
             dtensors.drop_values(original)  # whoever holds the object holds no bytes
             why = partial(refusals.REPLACED, self.fqn, where=context.where)
             dtensors.invalidate(original, why)
@@ -318,15 +319,6 @@ class UnitParameter(ShardedForm):
                 local = grad._local_tensor if await_local is None else await_local()
                 self.set_partial_grad(local)
 
-    def call_hooks(self) -> None:
-        """Run the user's post-accumulate hooks: sharded parameters are in no graph of autograd."""
-        hooks = self.sharded._post_accumulate_grad_hooks
-        if hooks is None or len(hooks) == self.num_hooks or self.sharded is self.unsharded:
-            return
-        for hook in list(hooks.values()):
-            if not isinstance(hook, dtensors.DirectUse):
-                hook(self.sharded)
-
     def follow_requires_grad(self) -> None:
         """Let the unsharded parameter train if, and only if, the sharded one requires it."""
         wanted = self.sharded.requires_grad
@@ -335,7 +327,7 @@ class UnitParameter(ShardedForm):
         if wanted and not self._is_hooked:
             self._is_hooked = True
             hook = partial(dtensors.on_accumulated, ref(self))
-            Tensor.register_post_accumulate_grad_hook(self.unsharded, hook)
+            user_hooks.register_first(self.unsharded, hook)
 
     # edits
 

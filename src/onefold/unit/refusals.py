@@ -138,6 +138,28 @@ STEPPED_FOR_BOTH = Refusal(
     "another backward or a save, while some optimizer has not stepped",
     "turn Offload.step_in_backward off to step some of several optimizers, or in turn",
 )
+CHANGED = Refusal(
+    "the weights of unit {!r} to be the same in backward as in forward",
+    "weights that changed in between",
+    "run backward before the optimizer steps or weights are loaded",
+)
+TORN = Refusal(
+    "a backward that ran to its end, as it steps units on its way",
+    "a backward that failed: some weights are stepped and others are not",
+    "load the last checkpoint with onefold.load",
+)
+STEP_INSIDE = Refusal(
+    "no optimizer.step() inside a backward, except in a hook of its own",
+    "one that holds {!r}",
+    "step after backward, or in a hook of register_post_accumulate_grad_hook without "
+    "Offload.step_in_backward",
+)
+STEPPED_TOO_EARLY = Refusal(
+    "a hook to step parameters whose gradients are complete",
+    "a step of {0!r} in the hook {1}, before its gradient has come",
+    "hooks run from the last unit to the first: step each parameter in its own hook, several in "
+    "the last of their hooks, or all of them after backward",
+)
 NO_MEAN_YET = Refusal(
     "the gradient of {!r} to be the mean of all ranks",
     "sums inside its node, before the last micro-batch",

@@ -152,6 +152,9 @@ class StepsOfRank:
             scale_stage()
         for tie in self._ties if is_reduced else ():
             tie.sum(self._group)
+        for stage, _, waits in self._ended:
+            if waits:
+                stage.engine.hands.hooks.run(stage.engine.units)
         self._ended.clear()
 
 
