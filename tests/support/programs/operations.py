@@ -49,7 +49,9 @@ def train_clipped(p: Process, norm_type: float = 2.0) -> None:
     p.step()
 
 
-def train_by_layers(p: Process, micros: int = 2, order: str = "layers") -> None:
+def train_by_layers(
+    p: Process, micros: int = 2, order: str = "layers", zero: bool | None = True
+) -> None:
     """All micro-batches unit by unit."""
     batches = list(p.batch().chunk(micros))
     if p.is_plain:
@@ -61,7 +63,7 @@ def train_by_layers(p: Process, micros: int = 2, order: str = "layers") -> None:
             p.model, mine, lambda out, _: (out.float() - 1).square().mean(), order=order
         )
     read_gradients(p)
-    p.step()
+    p.step(zero)
 
 
 def train_by_closure(p: Process) -> None:
@@ -104,7 +106,7 @@ def train_retained(p: Process) -> None:
     p.step()
 
 
-def train_with_penalty(p: Process, power: int = 2) -> None:
+def train_with_penalty(p: Process, power: int = 2, zero: bool | None = True) -> None:
     """A penalty on all weights, computed by every rank."""
     numbers = [q for q in p.parameters if q.is_floating_point()]
     with p.rounding():
@@ -112,10 +114,10 @@ def train_with_penalty(p: Process, power: int = 2) -> None:
     penalty = p.mean([penalty] * (p.num_parts if p.is_plain else 1))
     (p.loss(p.batch()) + 1e-2 * penalty).backward()
     read_gradients(p)
-    p.step()
+    p.step(zero)
 
 
-def train_on_input_gradient(p: Process) -> None:
+def train_on_input_gradient(p: Process, zero: bool | None = True) -> None:
     """A penalty on the gradient of the input: backward of a backward."""
     batch = p.batch()
     parts = [part.requires_grad_() for part in p.parts(batch)]
@@ -125,7 +127,21 @@ def train_on_input_gradient(p: Process) -> None:
         (slope,) = torch.autograd.grad(out, part, create_graph=True)
         losses.append(out + slope.float().square().sum())
     p.mean(losses).backward()
-    p.step()
+    p.step(zero)
+
+
+def train_on_weight_gradient(p: Process, zero: bool | None = True) -> None:
+    """A penalty on the gradient of the weights, by each rank's own rows."""
+    trained = [q for q in p.parameters if q.requires_grad and q.is_floating_point()]
+    losses = []
+    for part in p.parts(p.batch()):
+        out = (p.model(part).float() - 1).square().mean()
+        slopes = torch.autograd.grad(out, trained, create_graph=True, allow_unused=True)
+        squares = [slope.float().square().sum() for slope in slopes if slope is not None]
+        losses.append(out + 0.1 * sum(squares))
+    p.mean(losses).backward()
+    read_gradients(p)
+    p.step(zero)
 
 
 def train_under_autocast(p: Process) -> None:
@@ -401,13 +417,14 @@ def save_and_go_on(p: Process, wait: bool = True) -> None:
 def save_and_return(p: Process) -> None:
     """A step that is undone by a load; gradients are cleared."""
     p.model.zero_grad()
+    folder = f"{p.folder}/back{p.batches}"
     if not p.is_plain:
-        onefold.save(f"{p.folder}/back{p.noted}", p.model, p.optimizers)
+        onefold.save(folder, p.model, p.optimizers)
     p.loss(p.batch()).backward()
     if not p.is_plain:
         for optimizer in p.optimizers:
             optimizer.step()
-        p.load(f"{p.folder}/back{p.noted}")
+        p.load(folder)
     p.model.zero_grad()
 
 
