@@ -24,6 +24,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
+from torch.optim import optimizer as torch_optimizer
+from torch.utils import _foreach_utils
 
 import onefold
 from tests.support.ranks import run_ranks, seeded
@@ -278,6 +280,124 @@ def test_the_rows_of_all_ranks_together_are_the_parameter(stage):
     for name, parameter in seeded(Faces).named_parameters():
         if parameter.dim():
             assert torch.equal(torch.cat([piece[name] for piece in pieces]), parameter), name
+
+
+# the methods of DTensor where all rows are here: in one process and at stage 0
+
+ALONE = 0  # ranks: no process group
+WHOLE = [(ALONE, 3, None), (ALONE, 0, None), (ALONE, 3, "cpu"), (3, 0, None), (3, 1, None),
+         (3, 3, None)]  # fmt: skip
+
+
+def script_of_methods(module: Any, optimizer: Any, full: Any, part: Any, accumulate: Any) -> Any:
+    """Whole parameters and gradients at many moments; `part` is this rank's of a batch."""
+    moments: list[dict[str, Tensor]] = []
+
+    def note() -> None:
+        pairs = [(n, p) for n, p in module.named_parameters()]
+        moments.append({n: full(p).detach() for n, p in pairs})
+        moments.append({n: full(p.grad) for n, p in pairs if p.grad is not None})
+
+    note()
+    for batch in rows(2):
+        with accumulate(module):
+            (squared(module)(part(batch)) / 2).backward()
+            note()
+        (squared(module)(part(batch)) / 2).backward()
+        note()
+        optimizer.step()
+        note()
+        optimizer.zero_grad()
+    squared(module)(part(rows(1)[0])).backward()
+    optimizer.zero_grad(set_to_none=False)
+    module.load_state_dict(module.state_dict())
+    note()
+    optimizer.zero_grad()
+    penalty = sum(full(p).square().sum() for p in module.parameters())
+    penalty.backward()
+    note()
+    return moments
+
+
+@pytest.mark.parametrize(("world_size", "stage", "offload"), WHOLE)
+def test_full_tensor_and_to_local_exist_at_every_stage_and_in_one_process(
+    world_size, stage, offload
+):
+    plain = seeded(Tower)
+    wanted = script_of_methods(
+        plain, adamw(plain), Tensor.clone, lambda batch: batch, lambda module: nullcontext()
+    )
+    has_all = world_size == ALONE or stage == 0
+
+    def body(rank: int) -> Any:
+        def full(tensor: Any) -> Tensor:
+            found, own = tensor.full_tensor(), tensor.to_local()
+            assert (type(found), type(own)) == (Tensor, Tensor)
+            assert own.shape == found.shape or not has_all
+            return found
+
+        module, optimizer = ready(Tower, stage, offload=offload)
+        part = lambda batch: batch.chunk(max(1, world_size))[rank]
+        return script_of_methods(module, optimizer, full, part, onefold.accumulate)
+
+    for found in [body(0)] if world_size == ALONE else in_ranks(world_size, body):
+        for index, (a, b) in enumerate(zip(found, wanted, strict=True)):
+            assert a.keys() == b.keys(), index
+            torch.testing.assert_close(a, b, msg=lambda text, index=index: f"{index}: {text}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_copy_of_all_rows_stays_and_an_edit_of_own_rows_is_kept_in_one_process(dtype):
+    module, optimizer = ready(lambda: nn.Linear(4, 4).to(dtype), 3)
+    weight: Any = module.weight
+    kept = weight.full_tensor().detach()
+    before = kept.clone()
+    with torch.no_grad():
+        weight.to_local().add_(1)
+    assert torch.equal(kept, before)
+    one_step(module, optimizer, torch.zeros(2, 4, dtype=dtype))  # no gradient: weights decay
+    plain = nn.Parameter(before + 1)
+    plain.grad = torch.zeros_like(plain)
+    adamw(nn.ParameterList([plain])).step()
+    torch.testing.assert_close(weight.full_tensor(), plain)
+
+
+def test_gradients_with_the_methods_are_plain_in_text_files_and_lists():
+    module, _ = ready(Tower, 3)
+    squared(module)(rows()[0]).backward()
+    grad: Any = module.first.weight.grad
+    plain = grad.to_local()
+    assert (repr(grad), f"{grad[0, 0]:.3f}") == (repr(plain), f"{plain[0, 0]:.3f}")
+    assert torch.equal(copy.deepcopy(grad).full_tensor(), plain)
+    torch.save(grad, file := io.BytesIO())
+    file.seek(0)
+    assert type(torch.load(file, weights_only=True)) is Tensor
+    assert type(pickle.loads(pickle.dumps(grad))) is Tensor
+    assert type(grad * 2) is Tensor
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(ALONE, 3), (3, 0)])
+def test_torch_steps_and_clips_tensors_with_all_rows_by_lists(monkeypatch, world_size, stage):
+    """torch takes its foreach and fused kernels for the classes that it knows alone.
+
+    At stage 0 optimizers step flat tensors, not these parameters.
+    """
+    for place in (torch_optimizer, _foreach_utils):
+        monkeypatch.setattr(place, "_get_foreach_kernels_supported_devices", lambda: ["cpu"])
+
+    def body(rank: int) -> None:
+        module = onefold.shard(seeded(nn.Linear, 4, 4), stage=stage)
+        squared(module)(torch.ones(2, 4)).backward()
+        choose = partial(torch_optimizer._default_to_fused_or_foreach, differentiable=False)
+        parameters = list(module.parameters())
+        if world_size == ALONE:
+            assert choose(parameters) == (False, True)
+            assert choose(parameters, use_fused=True) == (True, False)
+        grads = [p.grad for p in parameters]
+        assert _foreach_utils._has_foreach_support(grads, torch.device("cpu"))
+        torch.optim.AdamW(parameters, fused=True).step()  # the user's own
+
+    [body(0)] if world_size == ALONE else in_ranks(world_size, body)
 
 
 READS: dict[str, Callable[[Tensor], Any]] = {

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_iter, tree_map
 
 from onefold.errors import StateError
-from onefold.unit import refusals
+from onefold.unit import refusals, whole
 from onefold.unit.functions import (
     GET_DATA,
     GET_GRAD,
@@ -380,7 +380,7 @@ class DirectUse:
 
 
 @torch._disable_dynamo
-def on_accumulated(parameter: Owner, _: Tensor) -> None:
+def on_accumulated(parameter: Owner, accumulated: Tensor) -> None:
     """Tell the unit of an unsharded parameter that its gradient has grown."""
     alive = parameter()
     unit = None if alive is None else alive.find_unit()
@@ -388,6 +388,8 @@ def on_accumulated(parameter: Owner, _: Tensor) -> None:
     if alive is not None and engine is not None:
         if alive.model is not None:
             alive.fit_grad()
+        elif alive.sharded is accumulated:
+            whole.shown(accumulated.grad)  # type: ignore[arg-type]
         engine.on_grad(alive, unit)
 
 

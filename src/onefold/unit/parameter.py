@@ -22,7 +22,7 @@ from onefold.errors import StateError
 from onefold.layout import packed
 from onefold.layout.model_axes import local_of
 from onefold.layout.units import Owned
-from onefold.unit import dtensors, logical, refusals, shown_grads, user_hooks
+from onefold.unit import dtensors, logical, refusals, shown_grads, user_hooks, whole
 from onefold.unit.context import UnitSpec
 from onefold.unit.decoded import DecodedWeight, PackedMatrix
 from onefold.unit.quantized_bytes import QuantizedBytes
@@ -220,7 +220,7 @@ class UnitParameter(ShardedForm):
             dtensors.invalidate(original, why)
         else:
             original.data = self.local
-            dtensors.introduce(original, ref(self))
+            whole.introduce(original, ref(self))
             if not spec.computes_on_sharded:
                 original.__class__ = dtensors.ReplicatedParameter
             elif context.master.itemsize > spec.dtype.itemsize and spec.dtype.is_floating_point:
@@ -291,7 +291,7 @@ class UnitParameter(ShardedForm):
 
     def set_partial_grad(self, grad: Tensor) -> None:
         """Show a partial gradient [all rows] on the unsharded parameter."""
-        self.unsharded.grad = grad if self.model is None else self.model.over(grad)
+        self.unsharded.grad = whole.shown(grad) if self.model is None else self.model.over(grad)
 
     def flat_partial(self) -> Tensor:
         """This rank's partial gradient as one dense row; zeros if there is none."""

@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 from onefold.layout.cut import Box
 from onefold.layout.model_axes import ModelCut, dtensor_of
 from onefold.layout.rows import Slot
-from onefold.unit import dtensors, logical, shown_grads
+from onefold.unit import dtensors, logical, shown_grads, whole
 from onefold.unit.context import UnitSpec
 
 
@@ -105,7 +105,9 @@ class ShardedForm:
             shown._label = self.label  # type: ignore[attr-defined]
         else:
             is_own = not in_background and local.device == self.sharded.device
-            shown = local if is_own else shown_grads.RestingGrad.of(local, self.sharded)
+            shown = (
+                whole.shown(local) if is_own else shown_grads.RestingGrad.of(local, self.sharded)
+            )
         if in_background:
             dtensors.introduce(shown, ref(self))  # type: ignore[arg-type]
         return shown
@@ -113,7 +115,7 @@ class ShardedForm:
     def wrap_partial(self, grad: Tensor) -> Tensor:
         """Wrap this rank's partial gradient [all rows], which waits for its reduction."""
         if self._template is None:
-            return grad
+            return whole.shown_partial(grad, self.spec.context.transport.group)
         model = () if self.model is None else self.model.placements
         data = () if self.spec.context.mesh is None else (Partial("avg"),)
         return logical.as_logical(self._over(grad, (*model, *data)))

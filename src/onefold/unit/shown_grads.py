@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map
 
 from onefold.errors import StateError
+from onefold.unit import whole
 
 
 class RestingGrad(Tensor):
@@ -20,6 +21,7 @@ class RestingGrad(Tensor):
     """
 
     awaits_readers = True
+    full_tensor, to_local = whole.full_tensor, whole.to_local
     _elsewhere: Tensor | None = None
     """The values, where they are not its own."""
 
@@ -35,7 +37,7 @@ class RestingGrad(Tensor):
         return shown
 
     def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
-        copied = memo[id(self)] = self.clone().as_subclass(Tensor)
+        copied = memo[id(self)] = whole.shown(self.clone().as_subclass(Tensor))
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
