@@ -71,7 +71,9 @@ def add_missing_rules() -> None:
 
     rules = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
     aten = torch.ops.aten
-    rules.setdefault(aten.detach_.default, rules[aten.detach.default])
+    rule = rules.get(aten.detach.default)  # torch 2.15 keeps both rules elsewhere
+    if rule is not None:
+        rules.setdefault(aten.detach_.default, rule)
 
 
 def lacks() -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 import onefold
 from onefold import compat
@@ -136,6 +137,24 @@ def test_the_doctor_says_what_this_torch_lacks(monkeypatch, swap, lines):
     monkeypatch.setattr(compat, "NAMES", replace(compat.NAMES, swap=swap))
     found = [check for check in machine._limits() if check.name == "limits of this torch"]
     assert [(check.level, "Adagrad" in check.value) for check in found] == [("warn", True)] * lines
+
+
+DETACH, DETACH_IN_PLACE = torch.ops.aten.detach.default, torch.ops.aten.detach_.default
+
+
+@pytest.mark.parametrize(
+    ("rules", "added"),
+    [
+        ({DETACH: "torch's"}, {DETACH: "torch's", DETACH_IN_PLACE: "torch's"}),  # torch 2.11
+        ({DETACH: "torch's", DETACH_IN_PLACE: "its own"},) * 2,  # torch 2.13
+        ({}, {}),  # torch 2.15
+    ],
+)
+def test_a_rule_is_added_only_where_torch_has_the_one_of_detach_alone(monkeypatch, rules, added):
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    monkeypatch.setattr(propagator, "op_strategy_funcs", dict(rules))
+    compat.add_missing_rules()
+    assert propagator.op_strategy_funcs == added
 
 
 def test_a_launcher_gets_only_the_fields_that_it_takes():
