@@ -64,6 +64,7 @@ class FromConfig(nn.Module):
         self.old = nn.Parameter(torch.Tensor(3).uniform_())
         self.new = nn.Parameter(torch.randn(config.width, 3) * 0.1)
         self.table = nn.Parameter(torch.ones(config.width))
+        self.nothing = nn.Parameter(torch.empty(0, config.width))
         layer = nn.TransformerEncoderLayer(8, 2, config.width, batch_first=True)
         self.layers = nn.TransformerEncoder(layer, 2)  # which copies the layer
         self.register_buffer("angles", torch.ones(3, 3).tril().cumsum(0), persistent=False)
@@ -227,6 +228,28 @@ def test_a_partial_load_leaves_the_rest_to_initialisers(build):
         for name in dropped:
             assert got[name].std() > 0, name
             assert not torch.equal(got[name], state[name]), name
+
+
+def test_a_load_that_is_not_strict_leaves_the_rest_to_initialisers(tmp_path):
+    first = clip()
+    kept = {k: v.contiguous() for k, v in first.state_dict().items() if "logit_scale" not in k}
+    save_file(kept, tmp_path / "a.safetensors")
+
+    def body(rank: int) -> dict[str, Tensor]:
+        with pytest.raises(onefold.CheckpointError, match="logit_scale"):
+            onefold.load_pretrained(modules[rank], tmp_path)
+        onefold.load_pretrained(modules[rank], tmp_path, strict=False)
+        got = sharded(modules[rank])
+        onefold.load_pretrained(modules[rank], tmp_path, strict=False)
+        with onefold.unsharded(modules[rank]):
+            assert_equal(tensors(modules[rank]), got)
+        return got
+
+    modules = [on_meta(clip) for _ in range(3)]
+    with pytest.warns(UserWarning, match="not in the files, so not loaded: logit_scale"):
+        found = run_ranks(3, body)
+    for got in found:
+        assert_equal(got, tensors(first))  # logit_scale is a constant of the configuration
 
 
 def test_an_initialiser_that_writes_on_one_rank_only_is_refused_on_all_and_nothing_is_changed():

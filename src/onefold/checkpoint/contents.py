@@ -62,6 +62,8 @@ def config_of(module: nn.Module) -> dict[str, Any] | None:
     config = json.loads(str(to_json(use_diff=False)))
     dtypes = {str(p.dtype).removeprefix("torch.") for p in module.parameters()}
     config["architectures"] = [type(module).__name__]
+    if all(p.is_floating_point() and p.itemsize > 1 for p in module.parameters()):
+        config.pop("quantization_config", None)  # they were dequantized while they were read
     if len(dtypes) == 1:
         config["dtype"] = dtypes.pop()
     return config

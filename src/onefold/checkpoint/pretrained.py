@@ -36,6 +36,7 @@ from onefold.checkpoint.packed_weights import (
     offset_of,
     refuse_quantized,
 )
+from onefold.checkpoint.scales import QuantizedFiles, Scales
 from onefold.checkpoint.stages import ShardedModel, persistent_buffers
 from onefold.engine.registry import engine_of, find_engine
 from onefold.errors import CheckpointError, StateError, listed
@@ -159,7 +160,9 @@ def _write_own(model: ShardedModel, folder: Path, outputs: list[safetensors.Outp
         writer.finish()
 
 
-def load_pretrained(module: nn.Module, directory: str | os.PathLike[str]) -> nn.Module:
+def load_pretrained(
+    module: nn.Module, directory: str | os.PathLike[str], *, strict: bool = True
+) -> nn.Module:
     """Fill a module from safetensors files; each rank reads its own byte ranges.
 
     A sharded module is filled in place, a collective. A module that is not sharded yet, usually
@@ -167,22 +170,31 @@ def load_pretrained(module: nn.Module, directory: str | os.PathLike[str]) -> nn.
     rows into its shard, so no process ever holds the whole module.
 
     Names are those of the module's state dict. A tied weight may have any of its names. dtypes may
-    differ. A warning lists names that only the files have.
+    differ. A warning lists names that only the files have. Numbers of 8 bits with scales are
+    dequantized while they are read: FP8 in blocks, rows or one piece, INT8 in rows.
 
-    Raises: CheckpointError: no safetensors files, a damaged one, or names that are missing and
-        shapes that differ, all in one message; on every rank for a sharded module.
+    Args:
+        module: sharded or not.
+        directory: a folder of safetensors files.
+        strict: False leaves out tensors that no file has, and lists them in a warning. Those on
+            `meta` are initialized by `shard`; others keep their values.
+
+    Raises: CheckpointError: no safetensors files, a damaged one, another quantized format, or names
+        that are missing and shapes that differ, all in one message; on every rank for a sharded
+        module.
     """
     plain = uncompiled(module)
     engine = find_engine(plain)
     if engine is None:
         _refuse_packed(plain)
-        plain.__dict__[PROMISED] = Pretrained(plain, Path(os.path.abspath(directory)))
+        folder = Path(os.path.abspath(directory))
+        plain.__dict__[PROMISED] = Pretrained(plain, folder, strict=strict)
         return module
     model = ShardedModel(engine, plain)
 
     def prepare() -> Pretrained:
         model.wait_steps()
-        return Pretrained(plain, Path(os.path.abspath(directory)), model)
+        return Pretrained(plain, Path(os.path.abspath(directory)), model, strict=strict)
 
     everyone = model.engine.context.everyone
     values = together(everyone, prepare)
@@ -203,11 +215,13 @@ def _refuse_packed(module: nn.Module) -> None:
 @torch.no_grad()
 def _fill(model: ShardedModel, values: Pretrained) -> None:
     for parameter in model.parameters():
-        values.fill(parameter.fqn, parameter.box, parameter.stepped)
+        if parameter.fqn in values or is_offset(parameter.fqn):
+            values.fill(parameter.fqn, parameter.box, parameter.stepped)
     for unit in model.engine.units:
         unit.replaced()
     for name, buffer in model.buffers().items():
-        values.fill(name, None, buffer)
+        if name in values:
+            values.fill(name, None, buffer)
 
 
 class Pretrained:
@@ -217,21 +231,31 @@ class Pretrained:
     """
 
     def __init__(
-        self, module: nn.Module, directory: Path, model: ShardedModel | None = None
-    ) -> None:
+        self, module: nn.Module, directory: Path, model: ShardedModel | None = None, *,
+        strict: bool = True,
+    ) -> None:  # fmt: skip
         self.directory = directory
         self._files = safetensors.PretrainedFiles(directory)
         self._names: dict[str, str] = {}  # name in the module: name in the files
+        self._scales: dict[str, Scales] = {}  # by name in the files
+        quantized = QuantizedFiles(directory, self._files, is_packed=_is_packed(module, model))
         wanted: dict[str, tuple[int, ...]] = {}
         saved: dict[str, tuple[int, ...]] = {}
         tables = [p for p in model.parameters() if p.is_table] if model else []
-        groups = [([p.fqn], p.slot.shape) for p in tables if not is_offset(p.fqn)]
-        for names, shape in [*_groups_of_names(module), *groups]:
+        groups = [([p.fqn], p.slot.shape, False) for p in tables if not is_offset(p.fqn)]
+        for names, shape, is_wide in [*_groups_of_names(module), *groups]:
             wanted[names[0]] = shape
             saved_name = next((name for name in names if name in self._files.places), None)
             if saved_name is not None:
                 saved[names[0]] = self._files.shape(saved_name)
                 self._names |= dict.fromkeys(names, saved_name)
+                scales = quantized.scales_of(saved_name) if is_wide else None
+                if scales is not None:
+                    self._scales[saved_name] = scales
+        if not strict and (absent := sorted(wanted.keys() - saved.keys())):
+            wanted = {name: shape for name, shape in wanted.items() if name in saved}
+            names = ", ".join(listed(absent))
+            warnings.warn(f"not in the files, so not loaded: {names}", stacklevel=3)
         notes = model.notes() if model else {}
         missing = [n for n in notes if is_note(n) and n not in self._files.places]
         refuse_mismatches(
@@ -242,7 +266,8 @@ class Pretrained:
         )
         self._notes = {offset_of(name): name for name in notes if is_note(name)}
         computed = {name for name, _ in module.named_buffers()}
-        unused = sorted(self._files.places.keys() - self._names.keys() - computed - notes.keys())
+        used = self._names.keys() | notes.keys() | {scales.name for scales in self._scales.values()}
+        unused = sorted(self._files.places.keys() - used - computed)
         if unused:
             names = ", ".join(listed(unused))
             warnings.warn(f"not in the module, so not loaded: {names}", stacklevel=3)
@@ -256,7 +281,9 @@ class Pretrained:
 
     def where(self, name: str) -> tuple[Path, int, str]:
         """Return the file of a tensor, the offset of its first byte there, and its dtype's name."""
-        return self._files.where(self._names[name])
+        path, offset, dtype = self._files.where(self._names[name])
+        is_exact = self._names[name] not in self._scales
+        return path, offset, dtype if is_exact else f"{dtype} with scales"
 
     def fill(self, name: str, box: Box | None, out: Tensor) -> None:
         """Copy a box of `name`, or all of it, into `out`."""
@@ -273,15 +300,26 @@ class Pretrained:
             return
         saved_name = self._names[name]
         if out.numel():
-            out.copy_(self._files.box(saved_name, box or ((0,) * out.dim(), tuple(out.shape))))
+            box = box or ((0,) * out.dim(), tuple(out.shape))
+            scales = self._scales.get(saved_name)
+            exact = scales.decoded(self._files, saved_name, box) if scales else None
+            out.copy_(self._files.box(saved_name, box) if exact is None else exact)
 
 
-def _groups_of_names(module: nn.Module) -> list[tuple[list[str], tuple[int, ...]]]:
-    """Return all names, and the shape, of every parameter and persistent buffer."""
-    by_id: dict[int, tuple[list[str], tuple[int, ...]]] = {}
+def _is_packed(module: nn.Module, model: ShardedModel | None) -> bool:
+    """True for a module with packed weights, whose files have their bytes."""
+    if model is None:
+        return any(packed.is_packed(parameter) for parameter in module.parameters())
+    return any(parameter.spec.is_packed for parameter in model.parameters())
+
+
+def _groups_of_names(module: nn.Module) -> list[tuple[list[str], tuple[int, ...], bool]]:
+    """Return all names, the shape, and whether it has wide numbers, of each stored tensor."""
+    by_id: dict[int, tuple[list[str], tuple[int, ...], bool]] = {}
     named = module.named_parameters(remove_duplicate=False)
     for name, tensor in chain(named, persistent_buffers(module, all_names=True)):
-        by_id.setdefault(id(tensor), ([], tuple(tensor.shape)))[0].append(name)
+        is_wide = tensor.is_floating_point() and tensor.itemsize > 1
+        by_id.setdefault(id(tensor), ([], tuple(tensor.shape), is_wide))[0].append(name)
     return list(by_id.values())
 
 

@@ -156,6 +156,10 @@ class PretrainedFiles:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
 
+    def code(self, name: str) -> str:
+        """Return the dtype of a tensor, as the format writes it."""
+        return str(self._slice(name).get_dtype())
+
     def box(self, name: str, box: Box) -> Tensor:
         """Return a box of a tensor, or all of a 0-dim one."""
         values = self._slice(name)

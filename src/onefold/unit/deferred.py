@@ -179,7 +179,7 @@ class Deferred(TorchDispatchMode):
 
     def is_unset(self, tensor: Tensor) -> bool:
         """True for a tensor into which nothing was written."""
-        memory = self._memory_of(tensor)
+        memory = self._memory_of(tensor) if tensor.numel() else None
         return has_nan(tensor) if memory is None else not memory.is_written
 
     def settle(self, tensor: Tensor) -> bool:

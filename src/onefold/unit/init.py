@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from inspect import Parameter, signature
 from pathlib import Path
@@ -83,6 +83,7 @@ def initialise(
         rules = _Rules(deferred, places, set(missing))
         with deferred, torch.no_grad():
             rules.run(tree.root)
+            rules.complete(tree.root)
         made = {key: place.store[place.name] for key, place in missing.items()}
         for key, place in missing.items():
             if deferred.is_unset(made[key]):
@@ -114,7 +115,7 @@ class _Rules:
     """Gives values to tensors without memory, module by module, in the order of constructors."""
 
     def __init__(self, deferred: Deferred, places: Iterable[_Place], missing: set[int]) -> None:
-        self._missing = missing
+        self._deferred, self._missing = deferred, missing
         self._seen = set[nn.Module]()
         self._own: dict[nn.Module, set[int]] = {}
         self._given: dict[int, Tensor] = {}  # by id of the tensor in its place
@@ -155,6 +156,17 @@ class _Rules:
         elif callable(by_module := getattr(module, "_init_weights", None)):
             module.apply(by_module)
 
+    def complete(self, module: nn.Module) -> None:
+        """Set what no rule has set as the constructor of a model does."""
+        named = [(name, t) for name, t in _named(module) if id(t) not in self._given]
+        unset = [(name, t) for name, t in named if self._deferred.is_unset(t)]
+        made = _twin(module) if unset else {}
+        for name, tensor in unset if made else ():
+            tensor.copy_(made[name])
+        if unset and not made:
+            for child in module.children():
+                self.complete(child)
+
 
 HF_FLAG = "_is_hf_initialized"
 """Where transformers notes that a tensor, or a whole module, has its values."""
@@ -173,44 +185,47 @@ def _method(module: nn.Module, name: str) -> Callable[[], object] | None:
 
 
 def _rebuild(module: nn.Module, given: dict[str, Tensor]) -> bool:
-    """Take the values of a second module of this class and configuration, if it is alike.
+    """Give a module the values of a second one of its class and configuration, if it is alike.
 
     `given`: tensors that have values, by name. They may be the constructor's: `torch.Tensor(n)` is
     real under `torch.device("meta")`, and may hold anything.
     """
+    if any(value.is_meta for value in given.values()):
+        return False
+    probe = _twin(module, is_on_meta=True) if given else {}
+    if any(name not in probe or probe[name].is_meta for name in given):
+        return False
+    made = _twin(module)
+    for prefix, part in module.named_modules() if made else ():
+        for store in (part._parameters, part._buffers):
+            for name in [name for name, tensor in store.items() if tensor is not None]:
+                store[name] = made[f"{prefix}.{name}".lstrip(".")]
+    for name, value in given.items() if made else ():
+        value.copy_(made[name])
+    return bool(made)
+
+
+def _twin(module: nn.Module, *, is_on_meta: bool = False) -> dict[str, Any]:
+    """Build a model once more from its `config`; return its tensors, {} if they are not alike."""
     config = getattr(module, "config", None)
     if config is None or next(iter(signature(type(module)).parameters), "") != "config":
-        return False
+        return {}
     dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
     usual, asked = torch.get_default_dtype(), getattr(config, "dtype", None)
-    if dtypes != {asked} or not isinstance(asked, torch.dtype):
-        asked = usual
     try:
-        torch.set_default_dtype(asked)
-        if given:
-            with Deferred(torch.device("cpu")), torch.device("meta"):
-                probe = dict(_named(type(module)(copy.deepcopy(config))))
-            if any(
-                value.is_meta or name not in probe or probe[name].is_meta
-                for name, value in given.items()
-            ):
-                return False
-        with torch.enable_grad():
-            twin = type(module)(copy.deepcopy(config))
+        if dtypes == {asked} and isinstance(asked, torch.dtype):
+            torch.set_default_dtype(asked)
+        with ExitStack() as around:
+            if is_on_meta:  # draws on the CPU do not count
+                around.enter_context(Deferred(torch.device("cpu")))
+                around.enter_context(torch.device("meta"))
+            with torch.enable_grad():
+                twin = type(module)(copy.deepcopy(config))
     except Exception:  # it wants more than its configuration
-        return False
+        return {}
     finally:
         torch.set_default_dtype(usual)
-    if _outline(twin) != _outline(module):
-        return False
-    parts, made = dict(module.named_modules()), dict(_named(twin))
-    for name, other in twin.named_modules():
-        if name in parts:
-            parts[name]._parameters.update(other._parameters)
-            parts[name]._buffers.update(other._buffers)
-    for name, value in given.items():
-        value.copy_(made[name])
-    return True
+    return dict(_named(twin)) if _outline(twin) == _outline(module) else {}
 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -299,7 +314,8 @@ def rows_in_files(parameter: UnitParameter, rows: FileRows, values: Values | Non
     local, hint = parameter.local, 'offload="disk:PATH", which keeps a copy in that folder'
     if str(local.dtype) != f"torch.{dtype}":
         wanted = f"parameter {parameter.fqn!r} in the dtype of its file, {dtype}"
-        raise ConfigError(wanted, local.dtype, hint=f"build the module in {dtype}, or {hint}")
+        advice = hint if " " in dtype else f"build the module in {dtype}, or {hint}"
+        raise ConfigError(wanted, local.dtype, hint=advice)
     spans = [
         span for span in parameter.slot.cut.spans(parameter.spec.context.rest_rank) if local.numel()
     ]
