@@ -25,6 +25,7 @@ import torch
 from torch.optim import LBFGS, Optimizer
 
 from onefold.engine.coupled import SENT, Sends, refuse_messages, summed_rows
+from onefold.engine.identity import finds_by_identity
 from onefold.engine.probe import (
     BLOCKS,
     MATRICES,
@@ -115,7 +116,13 @@ def declare(cls: type[Optimizer], kind: Kind) -> None:
 
 def behaviour_of(optimizer: Optimizer) -> Behaviour:
     """Return what a step does to the parameters of every group: what holds for all groups."""
-    return _of_all([group_behaviour(optimizer, group) for group in optimizer.param_groups])
+    behaviour = _of_all([group_behaviour(optimizer, group) for group in optimizer.param_groups])
+    if behaviour.searches or DECLARED in vars(type(optimizer)):
+        return behaviour
+    if not finds_by_identity(optimizer)[0]:
+        return behaviour
+    kind: Kind = "coupled" if behaviour.kind == "coupled" else "parameter"
+    return replace(behaviour, kind=kind, adds=False, in_blocks=False)
 
 
 def _of_all(parts: Sequence[Behaviour]) -> Behaviour:
@@ -191,10 +198,13 @@ def moments_of_group(
     optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype
 ) -> dict[str, torch.dtype]:
     """Return the dtypes of states with one element for each of the parameter's, by name."""
-    names = group_behaviour(optimizer, group).moments
-    if names is not None:
-        return dict.fromkeys(names, dtype)
-    state = state_after_first_step(rule_of(optimizer, group), dtype)
+    behaviour = group_behaviour(optimizer, group)
+    if behaviour.moments is not None:
+        return dict.fromkeys(behaviour.moments, dtype)
+    rule = rule_of(optimizer, group)
+    if behaviour.reads and isinstance(rule, ClassRule) and group["params"]:
+        rule = rule.of(attributes_of(group["params"][0], behaviour.reads))
+    state = state_after_first_step(rule, dtype)
     return {name: value.dtype for name, value in state.items() if is_probed_moment(value)}
 
 
@@ -263,6 +273,7 @@ def _flat_like(question: Question, shapes: Sequence[Sequence[int]]) -> Run | Non
         (run, value) for run in (together, flat) for e in run.entries() for value in e.values()
     ]
     can_cut = all(is_moment(value, run) or is_number(value) for run, value in entries)
+    can_cut = can_cut and not together.has_marked(question)
     draws = together.has_drawn or flat.has_drawn  # of large parameters
     return flat if can_cut and not draws and flat.is_like(together) else None
 
@@ -290,7 +301,7 @@ def _steps_blocks(question: Question, wanted: Run) -> bool:
     names: list[list[str]] = []
     with torch.no_grad():
         for gradient in gradients:
-            rule = ClassRule(run.optimizer, group, question.attributes)
+            rule = ClassRule(run.optimizer, group).of(question.attributes)
             blocks = zip(weights.split(BLOCKS), gradient.split(BLOCKS), states, strict=True)
             for block, own, state in blocks:
                 rule.step(block, own, block, state)

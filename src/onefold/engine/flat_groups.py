@@ -17,7 +17,15 @@ from torch import Tensor, nn
 
 from onefold.engine.blocked_adam import BlockedAdam
 from onefold.engine.blocks import Segment, UnitStep
-from onefold.engine.rules import Rule, State, is_moment, same_entry, state_after_first_step
+from onefold.engine.rules import (
+    ClassRule,
+    Rule,
+    State,
+    attributes_of,
+    is_moment,
+    same_entry,
+    state_after_first_step,
+)
 from onefold.errors import ConfigError
 from onefold.layout.model_axes import local_of
 from onefold.unit.parameter import UnitParameter
@@ -72,7 +80,10 @@ class FlatGroup:
 class FlatStep:
     """Replaces sharded parameters by flat groups while an elementwise optimizer steps."""
 
-    def __init__(self, rows: type[Tensor] | None = None) -> None:
+    def __init__(
+        self, rows: type[Tensor] | None = None, reads: frozenset[str] = frozenset()
+    ) -> None:
+        self._reads = reads  # attributes of parameters: those of a flat group have the same
         self._rows = rows  # how the class's own step sees weights and states; None: as tensors
         # for each unit, the parameters for which it was cut, and its flat groups by optimizer group
         self._cuts: dict[Unit, tuple[object, list[list[FlatGroup]]]] = {}
@@ -94,6 +105,10 @@ class FlatStep:
             else value
             for name, value in own.items()
         }
+
+    def read(self, names: frozenset[str]) -> None:
+        """The class reads these attributes of parameters from now on."""
+        self._reads = names
 
     def forget(self) -> None:
         """Drop every flat group, and the states of its parameters."""
@@ -165,9 +180,15 @@ class FlatStep:
         unit.join_step()  # of another optimizer's parameters: this one may cut states again
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for flats, rule in zip(self._flat_groups(unit, members), rules, strict=True):
-                segments += [_segment(flat, rule) for flat in flats]
+                segments += [_segment(flat, self._rule(rule, flat)) for flat in flats]
         unit.begin_step(UnitStep(unit, segments))
         self._is_behind = True
+
+    def _rule(self, rule: Rule, flat: FlatGroup) -> Rule:
+        """Return a rule that reads the attributes of the group's parameters."""
+        if not self._reads or not isinstance(rule, ClassRule):
+            return rule
+        return rule.of(attributes_of(flat.tensor, self._reads))
 
     def leave(self, state: dict[Tensor, State]) -> dict[UnitParameter, State]:
         """Return each parameter's state; views are made again where a step replaced a value."""
@@ -210,7 +231,11 @@ class FlatStep:
 
     def _flat_groups(self, unit: Unit, members: list[list[UnitParameter]]) -> list[list[FlatGroup]]:
         """Return the unit's flat groups, cut again if other parameters are stepped than before."""
-        key = [[(id(p), unit.gradient.shows_mean(p)) for p in group] for group in members]
+        shows_mean = unit.gradient.shows_mean
+        key = [
+            [(id(p), shows_mean(p), self._reads and self._attributes(p)) for p in group]
+            for group in members
+        ]
         known = self._cuts.get(unit)
         if known is None or known[0] != key:
             self._split(unit)
@@ -245,10 +270,15 @@ class FlatStep:
     def _signature(self, parameter: UnitParameter) -> object:
         """Return the part of a state that must be equal in a group: all values except rows."""
         state = self._imported.get(parameter, {})
-        return [
+        own = self._reads and self._attributes(parameter)
+        return own, [
             (name, "rows" if _is_rows(parameter, name, value) else _plain(value))
             for name, value in sorted(state.items())
         ]
+
+    def _attributes(self, parameter: UnitParameter) -> str:
+        """Write down the attributes that the class reads."""
+        return repr(attributes_of(parameter.sharded, sorted(self._reads)))
 
     def _make(self, unit: Unit, parameters: list[UnitParameter]) -> FlatGroup:
         rank = unit.context.rest_rank
@@ -260,6 +290,7 @@ class FlatStep:
         shown: Tensor = nn.Parameter(stepped)
         if self._rows is not None:
             shown = stepped.as_subclass(self._rows).requires_grad_()
+        vars(shown).update(attributes_of(parameters[0].sharded, self._reads))
         flat = FlatGroup(parameters, start, weight, shown)
         states = {p: self._imported.get(p, {}) for p in parameters}
         for name, value in states[parameters[0]].items():

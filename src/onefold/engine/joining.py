@@ -14,6 +14,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimize
 from onefold.engine.behaviour import behaviour_of
 from onefold.engine.engine import Engine
 from onefold.engine.flat_groups import cannot_cut
+from onefold.engine.identity import rename
 from onefold.engine.optimizer import OptimizerBinding
 from onefold.engine.step_checks import check_step, wrapped_by
 from onefold.errors import StateError
@@ -103,6 +104,7 @@ def replace_parameters(
     """Put sharded parameters into groups and state; `sharded` finds them by an original's id."""
     for group in optimizer.param_groups:
         group["params"][:] = [sharded.get(id(tensor), tensor) for tensor in group["params"]]
+    rename(optimizer, sharded)
     state = optimizer.state
     moved = {
         sharded[id(original)]: state.pop(original)

@@ -84,11 +84,21 @@ class MatrixStep:
             for unit, members in self._entered.items():
                 self._return_rows(unit, members)
             for parameter in itertools.chain.from_iterable(self._entered.values()):
-                stepped = self._unsharded.get(parameter)
-                if stepped is not None:
+                if self._is_mine(parameter):
+                    stepped = self._unsharded[parameter]
+                    marks = vars(stepped)
+                    vars(parameter.sharded).update({k: marks[k] for k in parameter.attributes})
                     self._state[parameter] = state.get(stepped, {})
                     _free(stepped)
         return self._state
+
+    def stand_in(self, parameter: UnitParameter) -> nn.Parameter:
+        """Return what the step sees of a parameter; no elements where it is not stepped here."""
+        if parameter not in self._unsharded:
+            self._unsharded[parameter] = nn.Parameter(parameter.stepped.new_empty(0))
+        stand_in = self._unsharded[parameter]
+        vars(stand_in).update(parameter.attributes)
+        return stand_in
 
     def recover(self) -> None:
         """Free unsharded parameters; sharded ones keep their gradients."""
@@ -119,7 +129,7 @@ class MatrixStep:
         grads = self._to_owners(unit, members, {p: _local_grad(p) for p in members})
         for parameter in filter(self._is_mine, members):
             weight, grad = weights[parameter], grads[parameter]
-            unsharded = self._unsharded.setdefault(parameter, nn.Parameter(weight))
+            unsharded = self.stand_in(parameter)
             unsharded.data = weight
             unsharded.grad = grad
 

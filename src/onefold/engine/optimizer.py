@@ -23,7 +23,7 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from onefold.engine.behaviour import behaviour_of, moments_of_group
@@ -31,6 +31,7 @@ from onefold.engine.blocks import reserve_slots
 from onefold.engine.coupled import EvaluatedClosure, share_losses, summed_rows
 from onefold.engine.engine import Engine
 from onefold.engine.flat_groups import FlatStep, with_numbers_on
+from onefold.engine.looks import Looks
 from onefold.engine.matrix import MatrixStep
 from onefold.engine.optimizer_state import (
     OwnStates,
@@ -60,7 +61,10 @@ class OptimizerBinding:
         self._searches = behaviour.searches
         # a class stays until the collector runs, so it keeps no engine alive
         rows = summed_rows(partial(_over_ranks, ref(engine))) if behaviour.adds else None
-        self._strategy: FlatStep | MatrixStep = FlatStep(rows) if self.is_flat else MatrixStep()
+        self._strategy: FlatStep | MatrixStep = (
+            FlatStep(rows, behaviour.reads) if self.is_flat else MatrixStep()
+        )
+        self._looks = Looks(optimizer, behaviour.reads)
         self._shown: dict[Tensor, State] = {}
         self._common: dict[Any, Any] = {}  # state that belongs to no parameter
         self._is_entered = False
@@ -192,6 +196,7 @@ class OptimizerBinding:
         for engine in self.engines:
             engine.before_step(self)
         self._import_changed(optimizer)
+        self._look_again(optimizer)
         is_sound = self._is_sound()
         groups: list[list[UnitParameter]] = []
         foreign: list[list[Tensor]] = []
@@ -215,9 +220,29 @@ class OptimizerBinding:
                 group["fused"] = True
         optimizer.state = state
         self._is_entered = True
+        self._show_all(optimizer)
         if replaced:
             replaced[0][1].expect([tensor for group in stand_ins for tensor in group])
         return replaced
+
+    def _look_again(self, optimizer: Optimizer) -> None:
+        """Find what the class looks for in parameters now: it may be another than at `shard`."""
+        if self._looks.have_changed(optimizer):
+            reads = self._looks.judge(optimizer, self.engines, is_flat=self.is_flat)
+            if isinstance(self._strategy, FlatStep):
+                self._strategy.read(reads)
+
+    def _show_all(self, optimizer: Optimizer) -> None:
+        """Let a class that knows parameters by identity or position find all of them."""
+        if not self._looks.finds or not isinstance(self._strategy, MatrixStep):
+            return
+        pairs: list[tuple[UnitParameter, nn.Parameter]] = []
+        for group, before in self._restore:
+            known = [(tensor, self.parameter(tensor)) for tensor in before["params"]]
+            shown = {id(t): (p, self._strategy.stand_in(p)) for t, p in known if p}
+            group["params"] = [shown[id(t)][1] if id(t) in shown else t for t, _ in known]
+            pairs += shown.values()
+        self._looks.show(optimizer, pairs)
 
     def _check_trains(self, optimizer: Optimizer) -> None:
         """Raise `StateError` if all that it holds is frozen, and no optimizer holds what trains."""
@@ -299,6 +324,7 @@ class OptimizerBinding:
         groups = optimizer.param_groups
         if self._group_of is None:  # the first unit of a backward: the optimizer may have changed
             self._import_changed(optimizer)
+            self._look_again(optimizer)
             self._group_of = {id(t): i for i, group in enumerate(groups) for t in group["params"]}
         members: list[list[UnitParameter]] = [[] for _ in groups]
         for parameter in unit.parameters:
@@ -321,6 +347,7 @@ class OptimizerBinding:
 
     def _put_back(self, optimizer: Optimizer) -> None:
         self._is_entered = False
+        self._looks.put_back(optimizer)
         for group, before in self._restore:
             group["params"] = before["params"]
             if "fused" in before:

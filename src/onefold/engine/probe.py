@@ -134,6 +134,11 @@ class Run:
         """Names of the states of all parameters."""
         return {name for entry in self.entries() for name in entry}
 
+    def has_marked(self, question: Question) -> bool:
+        """True if the class has put attributes on parameters, or changed them."""
+        given = repr(question.attributes | {"onefold_reads": question.reads})
+        return any(vars(p) and repr(vars(p)) != given for p in self.parameters)
+
     def has_common(self) -> bool:
         """True if the class keeps state that belongs to no parameter."""
         return any(not isinstance(key, Tensor) for key in self.optimizer.state)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable
+from copy import copy
 from typing import Any
 
 import torch
@@ -46,11 +47,9 @@ def unhooked_step(kind: type[Optimizer]) -> Any:
 class ClassRule:
     """Runs the class's own `step`, in a copy of the optimizer that holds only the block."""
 
-    def __init__(
-        self, optimizer: Optimizer, group: dict[str, Any], attributes: Attributes | None = None
-    ) -> None:
-        """`attributes`: of the parameters, where the class reads them."""
-        self._kind, self._attributes = type(optimizer), attributes or {}
+    def __init__(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
+        self._kind = type(optimizer)
+        self._attributes: Attributes = {}  # of the parameters, that the class reads
         own = {k: v for k, v in optimizer.__dict__.items() if k not in ("state", "param_groups")}
         hooks = [name for name, value in own.items() if isinstance(value, OrderedDict)]
         self._own = {**own, **{name: OrderedDict() for name in hooks}}
@@ -61,6 +60,12 @@ class ClassRule:
         is_torchs = self._kind.__module__.startswith("torch.optim.")
         on_device = self._group.get("fused") or self._group.get("capturable")
         self.takes_numbers_near = bool(on_device) or not is_torchs  # others read them on the host
+
+    def of(self, attributes: Attributes) -> ClassRule:
+        """Return the rule for parameters that have these attributes."""
+        rule = copy(self)
+        rule._attributes = attributes
+        return rule
 
     def start(self, moments: dict[str, Tensor]) -> State:
         """Return the state before the first step: empty, as the class makes it in `step`."""

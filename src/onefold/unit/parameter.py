@@ -26,7 +26,7 @@ from onefold.unit import dtensors, logical, refusals, shown_grads, user_hooks, w
 from onefold.unit.context import UnitSpec
 from onefold.unit.decoded import DecodedWeight, PackedMatrix
 from onefold.unit.quantized_bytes import QuantizedBytes
-from onefold.unit.sharded_form import ShardedForm
+from onefold.unit.sharded_form import ShardedForm, attributes_of
 from onefold.wire.collectives import Group
 
 
@@ -181,7 +181,7 @@ class UnitParameter(ShardedForm):
             self._kind, self._attributes = type(original), packed.attributes_of(original)
             vars(original).update(self._attributes)
         self._make_sharded(original)
-        vars(self.sharded).update(self._attributes)
+        vars(self.sharded).update(attributes_of(original) | self._attributes)
         if self.spec.computes_on_sharded:
             self.unsharded = self.sharded
         else:
@@ -193,7 +193,7 @@ class UnitParameter(ShardedForm):
                 is_cut = isinstance(view, DTensor)
                 self._kind = dtensors.UnshardedDTensor if is_cut else dtensors.UnshardedParameter
             self.unsharded = nn.Parameter(view, requires_grad=False)
-            vars(self.unsharded).update(self._attributes)
+            vars(self.unsharded).update(self.attributes)
             dtensors.introduce(self.unsharded, ref(self))
             why = partial(refusals.STALE, self.fqn, where=self.spec.context.where)
             dtensors.invalidate(self.unsharded, why)
@@ -252,9 +252,9 @@ class UnitParameter(ShardedForm):
             return nn.Parameter(self.decoded.plain(view), requires_grad=False)
         shown = view if self.model is None else self.model.over(view)
         parameter = nn.Parameter(shown, requires_grad=self.sharded.requires_grad)
+        vars(parameter).update(self.attributes)
         if self.spec.is_packed:
             parameter.__class__ = self._kind
-            vars(parameter).update(self._attributes)
         return parameter
 
     def rows_of(self, plain: Tensor | None) -> Tensor | None:

@@ -10,6 +10,7 @@ See layout/model_axes.py for parameters that model axes have cut before.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 from weakref import ref
 
 from torch import Tensor, nn
@@ -39,6 +40,11 @@ class ShardedForm:
     def shape(self) -> tuple[int, ...]:
         """The shape of the parameter over all axes."""
         return self.slot.shape if self.model is None else self.model.shape
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """What users and libraries have put on the sharded parameter."""
+        return attributes_of(self.sharded)
 
     @property
     def box(self) -> Box:
@@ -170,6 +176,14 @@ class ShardedForm:
         if self.model is None:  # `copy_` cuts plain tensors
             return value
         return self.wrap(self.unwrap(value).to(self.local))
+
+
+_OWN = ("_is_param", "_label", "_onefold_owner", "_why")
+
+
+def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
+    """Return what users and libraries have put on a parameter."""
+    return {name: value for name, value in vars(parameter).items() if name not in _OWN}
 
 
 def _is_alike(shown: DTensor, template: DTensor) -> bool:
