@@ -208,7 +208,7 @@ def moments_of_group(
     return {name: value.dtype for name, value in state.items() if is_probed_moment(value)}
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def _probed(question: Question) -> tuple[Behaviour | None, frozenset[str]]:
     """Probe a class; None if it raises. Return also the attributes that it looked for."""
     profiler, behaviour = sys.getprofile(), None

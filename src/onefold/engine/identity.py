@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-DEEPEST = 6
-"""Containers within containers that are looked at."""
+DEEPEST, MOST = 4, 10_000
+"""Containers within containers, and containers in all, that are looked at."""
 
 
 @dataclass(slots=True)
@@ -34,7 +34,9 @@ class _Renaming:
             other = self.new.get(value if type(value) is int else id(value))
             self.has_found |= other is not None
             return value if other is None else id(other) if type(value) is int else other
-        if depth > DEEPEST or id(value) in self.seen or isinstance(value, str | Optimizer | type):
+        if isinstance(value, str | float | Optimizer | type) or id(value) in self.seen:
+            return value
+        if depth > DEEPEST or len(self.seen) >= MOST:
             return value
         self.seen.add(id(value))
         if isinstance(value, nn.Module):
@@ -85,19 +87,25 @@ _EDITS: dict[type, Callable[[Any, list[Any]], Any]] = {
 
 def rename(optimizer: Optimizer, new: Mapping[int, Tensor]) -> None:
     """Let an optimizer keep other objects, by the id of the parameters that it keeps now."""
-    _look(optimizer, _Renaming(new))
+    if not _is_torchs(optimizer):
+        _look(optimizer, _Renaming(new))
 
 
 def finds_by_identity(optimizer: Optimizer) -> tuple[bool, bool]:
     """Return whether it keeps its parameters or their ids outside groups and state, and modules."""
+    if _is_torchs(optimizer):
+        return False, False
     held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
     looking = _look(optimizer, _Renaming({id(t): t for t in held}, sees_modules=True))
     return looking.has_found, looking.has_modules
 
 
+def _is_torchs(optimizer: Optimizer) -> bool:
+    """True for torch's own classes, which know parameters by groups alone."""
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
 def _look(optimizer: Optimizer, renaming: _Renaming) -> _Renaming:
-    if type(optimizer).__module__.startswith("torch.optim."):  # which know them by groups alone
-        return renaming
     own = vars(optimizer)
     left = {"state", "param_groups", *(name for name in own if name.startswith("_optimizer_"))}
     own.update({name: renaming.of(value) for name, value in own.items() if name not in left})

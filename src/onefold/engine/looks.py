@@ -20,7 +20,6 @@ from onefold.engine.rules import attributes_of
 from onefold.errors import StateError
 from onefold.unit.parameter import UnitParameter
 
-
 Shown = list[tuple[UnitParameter, nn.Parameter]]
 """Parameters, and what a step sees of them."""
 
@@ -59,9 +58,10 @@ class Looks:
             got = "parameters in its tables" if self.finds else f"other attributes ({own})"
             hint = "fill tables and set attributes before onefold.shard, which looks at them"
             raise StateError(wanted, got, where=f"rank {engine.group.rank}", hint=hint)
-        self._reads = behaviour.reads
-        self._known |= self._now(optimizer)
-        return self._reads
+        if is_flat:
+            self._reads = behaviour.reads
+            self._known |= self._now(optimizer)
+        return behaviour.reads
 
     def show(self, optimizer: Optimizer, shown: Shown) -> None:
         """Let the class find what it steps where it keeps sharded parameters."""

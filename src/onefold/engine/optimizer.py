@@ -64,7 +64,7 @@ class OptimizerBinding:
         self._strategy: FlatStep | MatrixStep = (
             FlatStep(rows, behaviour.reads) if self.is_flat else MatrixStep()
         )
-        self._looks = Looks(optimizer, behaviour.reads)
+        self._looks = Looks(optimizer, behaviour.reads if self.is_flat else frozenset())
         self._shown: dict[Tensor, State] = {}
         self._common: dict[Any, Any] = {}  # state that belongs to no parameter
         self._is_entered = False

@@ -26,7 +26,7 @@ from onefold.unit import dtensors, logical, refusals, shown_grads, user_hooks, w
 from onefold.unit.context import UnitSpec
 from onefold.unit.decoded import DecodedWeight, PackedMatrix
 from onefold.unit.quantized_bytes import QuantizedBytes
-from onefold.unit.sharded_form import ShardedForm, attributes_of
+from onefold.unit.sharded_form import ShardedForm
 from onefold.wire.collectives import Group
 
 
@@ -181,7 +181,7 @@ class UnitParameter(ShardedForm):
             self._kind, self._attributes = type(original), packed.attributes_of(original)
             vars(original).update(self._attributes)
         self._make_sharded(original)
-        vars(self.sharded).update(attributes_of(original) | self._attributes)
+        vars(self.sharded).update(self.attributes_on(original))
         if self.spec.computes_on_sharded:
             self.unsharded = self.sharded
         else:

@@ -22,6 +22,9 @@ from onefold.layout.model_axes import ModelCut, dtensor_of
 from onefold.layout.rows import Slot
 from onefold.unit import dtensors, logical, shown_grads, whole
 from onefold.unit.context import UnitSpec
+from onefold.unit.decoded import DecodedWeight
+
+_OWN = ("_is_param", "_label", "_onefold_owner", "_why")
 
 
 class ShardedForm:
@@ -35,6 +38,8 @@ class ShardedForm:
     sharded: nn.Parameter
     _template: DTensor | None
     _empty: Tensor
+    _attributes: dict[str, Any]
+    decoded: DecodedWeight | None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -44,7 +49,13 @@ class ShardedForm:
     @property
     def attributes(self) -> dict[str, Any]:
         """What users and libraries have put on the sharded parameter."""
-        return attributes_of(self.sharded)
+        return self.attributes_on(self.sharded)
+
+    def attributes_on(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """What they have put on one of its forms; of quantized weights, what modules expect."""
+        if self.spec.is_packed or self.decoded is not None:
+            return self._attributes
+        return {name: value for name, value in vars(parameter).items() if name not in _OWN}
 
     @property
     def box(self) -> Box:
@@ -176,14 +187,6 @@ class ShardedForm:
         if self.model is None:  # `copy_` cuts plain tensors
             return value
         return self.wrap(self.unwrap(value).to(self.local))
-
-
-_OWN = ("_is_param", "_label", "_onefold_owner", "_why")
-
-
-def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
-    """Return what users and libraries have put on a parameter."""
-    return {name: value for name, value in vars(parameter).items() if name not in _OWN}
 
 
 def _is_alike(shown: DTensor, template: DTensor) -> bool:
