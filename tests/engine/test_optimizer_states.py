@@ -182,6 +182,24 @@ def test_torchs_full_optimizer_state_goes_from_rank_0s_file_to_every_rank(stage,
         assert all(map(torch.equal, weights, wanted))
 
 
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (3, 3)])
+def test_exported_counters_of_steps_are_counted_once_by_plain_torch(world_size, stage):
+    """Parameters that are stepped together share a counter, which plain torch adds to for each."""
+
+    def body(rank):
+        module, optimizer = ready(ADAMW, stage)
+        steps(module, optimizer)
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        return get_optimizer_state_dict(module, optimizer, options=options)
+
+    state = in_a_file(run_ranks(world_size, body)[0])
+    plain = seeded(build)
+    optimizer = ADAMW(plain.parameters())
+    set_optimizer_state_dict(plain, optimizer, state)
+    steps(plain, optimizer)
+    assert [float(entry["step"]) for entry in optimizer.state.values()] == [4.0] * 4
+
+
 MATRICES = [MUON, partial(torch.optim.Adafactor, lr=1e-2)]
 
 

@@ -122,11 +122,12 @@ class OwnStates:
         Shards are given out as those that warn when they are pickled.
         """
         state = state_dict["state"]
+        given = set[int]()
         for number, parameter in self._numbered(optimizer, state_dict) if state else ():
             keeper, own = self._keeper_of(parameter), state.get(number)
             is_elsewhere = keeper not in (None, parameter.unit.context.rank)
             if own:
-                state[number] = {name: _given_out(value) for name, value in own.items()}
+                state[number] = {name: _given_out(value, given) for name, value in own.items()}
                 if keeper is not None:
                     ranks = parameter.unit.context.rest_world
                     names = {KEPT_BY: keeper, OF_RANKS: -ranks, "step": torch.full((), NO_STEP)}
@@ -153,16 +154,26 @@ class OwnStates:
 def _drop_keepers(optimizer: Optimizer) -> None:
     """Keep no names of keepers in the state that was loaded: a checkpoint would hold them."""
     for tensor, own in list(optimizer.state.items()):
+        if not isinstance(own, dict):  # state of no parameter
+            continue
         if own.get(OF_RANKS, 0) > 0:
             del optimizer.state[tensor]
         elif KEPT_BY in own:
             optimizer.state[tensor] = unnamed(own)
 
 
-def _given_out(value: Any) -> Any:
-    if not isinstance(value, LogicalTensor):
-        return value
-    return dtensor_over(DetachedShard, value._local_tensor, value._spec)
+def _given_out(value: Any, given: set[int]) -> Any:
+    """Return a value as it leaves in a state dict; `given`: the ids of tensors that left before.
+
+    Parameters of a flat group share a step counter: plain torch, which would count it once for each
+    of them, gets one for each.
+    """
+    if isinstance(value, LogicalTensor):
+        return dtensor_over(DetachedShard, value._local_tensor, value._spec)
+    if isinstance(value, Tensor) and id(value) in given:
+        return value.clone()
+    given.add(id(value))
+    return value
 
 
 def _another_ranks(parameter: UnitParameter, got: str) -> StateError:
