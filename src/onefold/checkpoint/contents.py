@@ -40,9 +40,11 @@ from onefold.checkpoint.metadata import (
     RANK,
 )
 from onefold.checkpoint.stages import RankNames, ShardedModel, join_names
+from onefold.checkpoint.typed_keys import as_words
 from onefold.checkpoint.unpickling import NOT_OF_BYTES, read_object
 from onefold.engine.engine import Engine
 from onefold.engine.optimizer_state import common_state
+from onefold.engine.own_state import added_state, shared_groups
 from onefold.errors import CheckpointError
 from onefold.tier import accelerator
 
@@ -105,7 +107,7 @@ def plain(value: object) -> Any:
         return {key: plain(item) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(plain(item) for item in value)  # type: ignore[call-arg]
-    state_dict = getattr(value, "state_dict", None)
+    state_dict = None if isinstance(value, type) else getattr(value, "state_dict", None)
     return plain(state_dict()) if callable(state_dict) else value
 
 
@@ -187,10 +189,10 @@ class Contents:
         buffers = {name: b for model in models for name, b in model.buffers().items()}
         return Contents(state, buffers, names)
 
-    def facts(self, choices: tuple[object, ...], save_id: str) -> Facts:
+    def facts(self, choices: tuple[object, ...], save_id: str, *, is_pipeline: bool) -> Facts:
         """Return what this rank's contents are compared by."""
         nbytes = own_nbytes({kind: of for kind, of in self.state.items() if kind != RANK})
-        groups = self.state.get(OPTIM, {}).get("param_groups", [])
+        groups = self.state.get(OPTIM, {}).get("param_groups", []) if is_pipeline else []
         return Facts(choices, save_id, fingerprints(self.buffers), nbytes, groups, self.names)
 
     def agreed(self, everyone: Sequence[Facts], *, is_pipeline: bool) -> Contents:
@@ -277,13 +279,14 @@ def _state_of(model: ShardedModel) -> dict[str, Any]:
         saved[MASTER] = master
     if model.optimizers:
         state = {
-            parameter.fqn: {key: plain(v) for key, v in entry.items() if v is not None}
+            parameter.fqn: _worded(entry, model, f"the state of {parameter.fqn!r}")
             for optimizer in model.optimizers
             for parameter in model.stepped_by(optimizer)
             if parameter.fqn not in model.left_out
             if (entry := optimizer.state.get(parameter.sharded))
         }
-        saved[OPTIM] = {"state": state, "param_groups": [_named(g, model) for g in model.groups()]}
+        groups = [group for optimizer in model.optimizers for group in shared_groups(optimizer)]
+        saved[OPTIM] = {"state": state, "param_groups": [_named(group, model) for group in groups]}
     for unit in model.engine.units:
         means, partial = unit.gradient.accumulated()
         for parameter, mean in means.items():
@@ -300,13 +303,26 @@ def _named(group: dict[str, Any], model: ShardedModel) -> dict[str, Any]:
     """Return a param group with names in place of parameters."""
     names = [model.parameter(tensor).fqn for tensor in group["params"]]
     names = [name for name in names if name not in model.left_out]
-    return {**{key: plain(v) for key, v in group.items() if key != "params"}, "params": names}
+    choices = {key: value for key, value in group.items() if key != "params"}
+    return {**_worded(choices, model, "a param group"), "params": names}
+
+
+def _worded(state: dict[Any, Any], model: ShardedModel, where: str) -> dict[str, Any]:
+    """Return a state of plain values under keys that are words."""
+    words: dict[str, Any] = as_words(plain(state), model.name_of, where)
+    return words
 
 
 def _rank_state(model: ShardedModel) -> dict[str, Any]:
     """Return the state of this rank alone: that of no parameter, and that of companions."""
     companions = model.engine.companions.alive().items()
+    own = [plain(added_state(optimizer)) for optimizer in model.optimizers]
+    if any(isinstance(value, DTensor) for value in tree_iter(own)):
+        wanted = "numbers and tensors of its own in an optimizer's state_dict()"
+        hint = "keep tensors like a parameter in optimizer.state[parameter]"
+        raise CheckpointError(wanted, "a shard of a parameter (DTensor)", hint=hint)
     return {
-        "common": [plain(common_state(optimizer.state)) for optimizer in model.optimizers],
+        "own": own,
+        "common": [_worded(common_state(o.state), model, "its state") for o in model.optimizers],
         "companions": {key: plain(companion.rank_state()) for key, companion in companions},
     }

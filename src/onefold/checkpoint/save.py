@@ -102,14 +102,15 @@ def save(
         finish_pending(stages)
         draft, contents, manifest = together(stages.group, prepare)
         choices = (str(draft.target), wait, keep)
-        facts = partial(contents.facts, choices, manifest.save_id)
+        is_pipeline = stages.is_pipeline
+        facts = partial(contents.facts, choices, manifest.save_id, is_pipeline=is_pipeline)
         everyone = collect(stages.group, facts, _differing_choices)
         needed = sum(of_rank.nbytes for of_rank in everyone) // stages.num_copies
         first(stages.group, lambda: draft.begin(needed))
         manifest = replace(manifest, save_id=everyone[0].save_id)
         files = RankFiles(draft.folder, is_cached=not wait)
         job = _Save(stages.group, draft, files, manifest, keep)
-        job.write(contents.agreed(everyone, is_pipeline=stages.is_pipeline))
+        job.write(contents.agreed(everyone, is_pipeline=is_pipeline))
         if wait:
             job.finish()
             return DONE

@@ -19,6 +19,7 @@ from onefold.checkpoint.agreement import together
 from onefold.checkpoint.directory import OptimizerRecord
 from onefold.checkpoint.packed_weights import notes_of
 from onefold.engine.engine import Engine
+from onefold.engine.joining import binding_of
 from onefold.engine.registry import engine_of
 from onefold.engine.structure import rename
 from onefold.errors import CheckpointError
@@ -151,6 +152,15 @@ class ShardedModel:
     def parameter(self, tensor: Tensor) -> UnitParameter:
         """Return the parameter of a sharded tensor."""
         return self.engine.by_sharded[id(tensor)]
+
+    def name_of(self, tensor: Tensor) -> str | None:
+        """Return the name of a parameter, or of that for which an optimizer steps a tensor."""
+        known = self.engine.by_sharded.get(id(tensor))
+        for optimizer in self.optimizers if known is None else ():
+            binding = binding_of(optimizer)
+            for parameter in self.stepped_by(optimizer) if binding is not None else ():
+                known = parameter if binding.stand_in(parameter) is tensor else known
+        return None if known is None else known.fqn
 
     def groups(self) -> list[dict[str, Any]]:
         """Return the param groups of all optimizers, one after the other."""

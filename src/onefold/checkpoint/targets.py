@@ -25,8 +25,10 @@ from onefold.checkpoint.metadata import (
 )
 from onefold.checkpoint.source import Source
 from onefold.checkpoint.stages import ShardedModel
+from onefold.checkpoint.typed_keys import as_keys
 from onefold.engine.joining import bind
 from onefold.engine.optimizer import OptimizerBinding
+from onefold.engine.own_state import give_back
 from onefold.errors import CheckpointError
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.unit import Unit
@@ -57,6 +59,7 @@ class Targets:
         self._prefix = self._find_prefix()
         self._extra_paths = self._find_extra_states()
         self._values: dict[str, Any] = {}
+        self._stepped: dict[str, Tensor] = {}  # as an optimizer steps it; those kept here, by name
         everyone = model.engine.context.everyone
         # each rank goes on with its own partial gradients, or all of them are averaged
         is_whole = everyone is model.engine.group  # no model axis has cut partial gradients
@@ -130,7 +133,8 @@ class Targets:
         """Return the saved param groups: hyper-parameters, and the names of parameters."""
         unnumbered = [name for name, path in self._groups.items() if not isinstance(path[2], int)]
         self._refuse([f"{name}: param groups by number are wanted" for name in unnumbered])
-        groups = _nested(self._read(self._groups), self._groups).get(OPTIM, {})
+        values = self._read(self._groups, self.model.engine.context.store.device)
+        groups = _nested(values, self._groups).get(OPTIM, {})
         return [{"params": [], **group} for group in groups.get("param_groups", [])]
 
     def _compare_groups(self) -> None:
@@ -165,9 +169,12 @@ class Targets:
 
     # reading
 
-    def _read(self, names: Sequence[str] | Keys | dict[str, Any]) -> dict[str, Any]:
-        """Read objects, and tensors that are small, by name."""
-        tensors = {n: _empty(t) for n in names if (t := self.source.tensors.get(n)) is not None}
+    def _read(
+        self, names: Sequence[str] | Keys | dict[str, Any], device: torch.device | None = None
+    ) -> dict[str, Any]:
+        """Read objects, and small tensors, by name; to `device` unless they are numbers."""
+        saved = {name: self.source.tensors[name] for name in names if name in self.source.tensors}
+        tensors = {name: _empty(t, device if t.shape else None) for name, t in saved.items()}
         self.source.fill(tensors)
         return {n: tensors[n] if n in tensors else self.source.read_object(n) for n in names}
 
@@ -179,7 +186,7 @@ class Targets:
         self._values = wanted | self._read([*objects, *self._extra_paths])
 
     def _tensors(self) -> dict[str, Any]:
-        """Return tensors to read into, by name; None for an object among an optimizer's states."""
+        """Return tensors to read into, by name; None for an object."""
         wanted: dict[str, Any] = {}
         for parameter in self.model.parameters():
             wanted[self._source_of(parameter)] = parameter.wrap(parameter.stepped)
@@ -192,17 +199,26 @@ class Targets:
         for key, rows in self.model.companion_rows().items():
             named = {f"{COMPANION}.{key}.{p.fqn}": p.wrap(own) for p, own in rows}
             wanted |= {name: own for name, own in named.items() if name in self.source.tensors}
+        return wanted | self._states_to_read()
+
+    def _states_to_read(self) -> dict[str, Any]:
+        """Return tensors to read states of optimizers into, by name; None for an object."""
+        wanted: dict[str, Any] = {}
         by_fqn: defaultdict[str, list[str]] = defaultdict(list)
         for name, (fqn, *_) in self._states.items():
             by_fqn[fqn].append(name)
         for optimizer in self.model.optimizers:
             flats: dict[tuple[Unit, Any], Tensor] = {}
+            exact: list[Tensor] = []
             binding = bind(optimizer, self.model.engine)
             binding.forget(optimizer)  # free the old moments before the new ones take memory
             for parameter in binding.kept_here(self.model.stepped_by(optimizer)):
+                self._stepped[parameter.fqn] = binding.stand_in(parameter)
                 for name in by_fqn[parameter.fqn]:
-                    wanted[name] = self._state_target(name, parameter, binding, flats)
-            binding.take_over(list(flats.values()))
+                    wanted[name] = value = self._state_target(name, parameter, binding, flats)
+                    if value is not None and self._was_stepped_alike(parameter):
+                        exact.append(value)
+            binding.take_over(list(flats.values()) if binding.is_flat else exact)
         return wanted
 
     def _copies(self) -> dict[str, tuple[UnitParameter, str]]:
@@ -227,6 +243,12 @@ class Targets:
         weight, master = self._prefix + fqn, f"{MASTER}.{fqn}"
         is_alike = self.source.tensors[weight].dtype == parameter.unit.stepped.dtype
         return weight if is_alike or master not in self.source.tensors else master
+
+    def _was_stepped_alike(self, parameter: UnitParameter) -> bool:
+        """True if a weight, or its master, was stepped in the dtype in which it will be."""
+        tensors, weight = self.source.tensors, self._prefix + parameter.fqn
+        saved = tensors.get(f"{MASTER}.{parameter.fqn}", tensors[weight])
+        return saved.dtype == parameter.unit.stepped.dtype
 
     def _gradients(self, parameter: UnitParameter) -> list[str]:
         """Return the names of a parameter's gradients: the mean, and partials of own or all ranks.
@@ -310,8 +332,12 @@ class Targets:
     def _resume(self) -> None:
         common = self._state.get("common", ())
         for optimizer, entries in zip(self.model.optimizers, common, strict=False):
-            for key, value in entries.items():
+            for key, value in as_keys(entries, self._stepped.get).items():
                 optimizer.state[key] = value
+        for optimizer, added in zip(
+            self.model.optimizers, self._state.get("own", ()), strict=False
+        ):
+            give_back(optimizer, added)
         companions = self.model.engine.companions
         alive, waiting = companions.alive(), dict[str, dict[str, Any]]()
         companions.leave(waiting)
@@ -332,13 +358,14 @@ class Targets:
 
     def _restore_optimizers(self) -> None:
         for group, saved in zip(self.model.groups(), self._saved_groups, strict=False):
-            _restore_group(group, saved)
+            _restore_group(group, as_keys(saved, self._stepped.get))
         states = _nested(self._values, self._states)
         for optimizer in self.model.optimizers:
             for parameter in self.model.stepped_by(optimizer):
                 optimizer.state.pop(parameter.sharded, None)
                 if parameter.fqn in states:
-                    optimizer.state[parameter.sharded] = states[parameter.fqn]
+                    entry = as_keys(states[parameter.fqn], self._stepped.get)
+                    optimizer.state[parameter.sharded] = entry
 
     def _restore_gradients(self, unit: Unit) -> None:
         means: dict[UnitParameter, Tensor] = {}

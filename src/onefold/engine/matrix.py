@@ -27,6 +27,7 @@ class MatrixStep:
         self._owner: dict[UnitParameter, int] = {}
         self._unsharded: dict[UnitParameter, nn.Parameter] = {}
         self._state: dict[UnitParameter, State] = {}
+        self._exact: list[Tensor] = []  # states of the dtypes that the class has chosen
         self._entered: dict[Unit, list[UnitParameter]] = {}
         self.rounded: set[Unit] = set()  # none: the class's own step rounds nothing
 
@@ -34,23 +35,30 @@ class MatrixStep:
         """Keep unsharded per-parameter state, as loaded, in the dtype that is stepped.
 
         torch's load_state_dict has narrowed it to the dtype of its parameter. A class may have
-        chosen another dtype: that stays, but for float64 on either side.
+        chosen another dtype: that stays, but for float64 on either side. So do all dtypes that
+        `onefold.load` has read.
         """
-        dtype = parameter.unit.stepped.dtype
+        dtype, exact = parameter.unit.stepped.dtype, set(map(id, self._exact))
         narrowed = (torch.float64, parameter.spec.dtype)
         self._state[parameter] = {
             name: value.to(dtype)
             if type(value) is Tensor
             and value.is_floating_point()
             and (value.dtype in narrowed or dtype == torch.float64)
+            and id(value) not in exact
             and name not in NUMBERS
             else value
             for name, value in state.items()
         }
 
+    def take_over(self, tensors: Sequence[Tensor]) -> None:
+        """Step states that will be assigned in their own dtypes."""
+        self._exact += tensors
+
     def forget(self) -> None:
         """Drop all states; owners stay."""
         self._state.clear()
+        self._exact.clear()
 
     def kept_here(self, parameters: Sequence[UnitParameter]) -> list[UnitParameter]:
         """Return the parameters that this rank owns; give owners to those without one."""
@@ -62,11 +70,18 @@ class MatrixStep:
         owner = self._owner.get(parameter, -1)
         return None if owner == -1 else owner
 
+    def stand_in(self, parameter: UnitParameter) -> nn.Parameter:
+        """Return what the step sees of a parameter; no elements where it is not stepped here."""
+        if parameter not in self._unsharded:
+            self._unsharded[parameter] = nn.Parameter(parameter.stepped.new_empty(0))
+        return self._unsharded[parameter]
+
     def enter(
         self, groups: list[list[UnitParameter]], rules: Sequence[object]
     ) -> list[dict[Tensor, State]]:
         """For each group, return unsharded parameters of this rank with gradients, and states."""
         self._entered = {}
+        self._exact.clear()
         for parameter in sorted(itertools.chain.from_iterable(groups), key=_place):
             self._entered.setdefault(parameter.unit, []).append(parameter)
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():

@@ -141,6 +141,11 @@ class OptimizerBinding:
         """Return those of the optimizer's parameters whose state this rank keeps."""
         return self._strategy.kept_here(parameters)
 
+    def stand_in(self, parameter: UnitParameter) -> Tensor:
+        """Return the object that a step sees of a parameter; the sharded one of flat groups."""
+        is_alone = isinstance(self._strategy, MatrixStep) and not self._searches
+        return self._strategy.stand_in(parameter) if is_alone else parameter.sharded
+
     def holds(self, parameter: UnitParameter) -> bool:
         """True if the parameter is in one of the optimizer's groups."""
         optimizer = self._optimizer()
@@ -172,13 +177,13 @@ class OptimizerBinding:
         self._reserve(optimizer)
         self._state_bytes[engine].set(state_nbytes(optimizer.state, engine))
 
-    def take_over(self, flats: Sequence[Tensor]) -> None:
-        """Step states that will be assigned as views of `flats` in place, without a copy.
+    def take_over(self, states: Sequence[Tensor]) -> None:
+        """Step states that will be assigned in place: without a copy, in their own dtypes.
 
-        Each tensor is [own rows of a unit], laid out as its weight. Nothing else may use it.
+        Those of flat groups are views of `states` [own rows of a unit], laid out as its weight,
+        which nothing else may use; those of whole matrices are `states`.
         """
-        if isinstance(self._strategy, FlatStep):
-            self._strategy.take_over(flats)
+        self._strategy.take_over(states)
 
     # around the class's own step
 

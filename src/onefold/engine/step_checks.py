@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer, SparseAdam
 
 from onefold.engine.behaviour import Behaviour, behaviour_of
+from onefold.engine.own_state import check_savable
 from onefold.engine.probe import acts_outside
 from onefold.errors import ConfigError
 from onefold.recipe import Recipe
@@ -25,6 +26,7 @@ def check_step(optimizer: Optimizer, recipe: Recipe) -> None:
     Ranks hold parts of all parameters above stage 0, and offloaded states are stepped in blocks.
     """
     _check_kind(optimizer)
+    check_savable(optimizer)
     behaviour, name = behaviour_of(optimizer), type(optimizer).__name__
     held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
     if behaviour.differentiates:

@@ -1,0 +1,113 @@
+"""What an optimizer class adds in a `state_dict` of its own: counters, schedules, constants.
+
+Checkpoints hold `optimizer.state` and the param groups as they are. A class that overrides
+`state_dict` may say more: other keys (StableSPAM's `total_step`), entries of no parameter in
+`state` (DoG's `_first_step`), and other values in a group (GrokAdamW puts None for functions).
+These are saved as well, and given back through the class's own `load_state_dict`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from onefold.engine.optimizer_state import OF_RANKS, unnamed
+from onefold.errors import ConfigError
+
+_KNOWN = ("state", "param_groups")
+_ABSENT = object()
+_PLAIN = Tensor | torch.dtype | torch.device | str | bytes | int | float | complex | None
+
+
+def added_state(optimizer: Optimizer) -> dict[str, Any]:
+    """Return what the class's own `state_dict` holds and torch's would not; {} of torch's own.
+
+    `groups`: of each param group, the values that are not those of the optimizer's.
+    """
+    if not _has_own(optimizer):
+        return {}
+    whole = optimizer.state_dict()
+    numbers = range(sum(len(group["params"]) for group in optimizer.param_groups))
+    state = {
+        key: value
+        for key, value in whole.get("state", {}).items()
+        if key not in numbers and dict.get(optimizer.state, key) is not value
+    }
+    groups = [
+        {k: v for k, v in said.items() if k != "params" and v is not group.get(k, _ABSENT)}
+        for said, group in zip(whole.get("param_groups", ()), optimizer.param_groups, strict=False)
+    ]
+    others = {key: value for key, value in whole.items() if key not in _KNOWN}
+    is_more = any((state, others, *groups))
+    return {"others": others, "state": state, "groups": groups} if is_more else {}
+
+
+def shared_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the param groups without what the class's own `state_dict` hides or replaces."""
+    groups = optimizer.param_groups
+    said = optimizer.state_dict().get("param_groups") if _has_own(optimizer) else None
+    return groups if said is None else [
+        {k: v for k, v in group.items() if k == "params" or own.get(k, _ABSENT) is v}
+        for group, own in zip(groups, said, strict=True)
+    ]  # fmt: skip
+
+
+def _has_own(optimizer: Optimizer) -> bool:
+    return type(optimizer).state_dict is not Optimizer.state_dict
+
+
+def give_back(optimizer: Optimizer, added: dict[str, Any]) -> None:
+    """Hand what `added_state` returned to the class's own `load_state_dict`.
+
+    It gets a whole state dict of this optimizer, whose states and groups have been loaded. They
+    stay as they are, because torch's `load_state_dict` rounds states to the dtype of weights.
+    """
+    if not added:
+        return
+    state, groups = optimizer.state, optimizer.param_groups
+    whole = optimizer.state_dict() | added["others"]
+    if "state" in whole:  # without what stands for states that other ranks keep
+        whole["state"] = {
+            key: unnamed(entry) if isinstance(entry, dict) else entry
+            for key, entry in (whole["state"] | added["state"]).items()
+            if not (isinstance(entry, dict) and entry.get(OF_RANKS, 0) > 0)
+        }
+    for said, own in zip(whole.get("param_groups", ()), added["groups"], strict=False):
+        said.update(own)
+    try:
+        optimizer.load_state_dict(whole)
+        loaded = optimizer.param_groups
+    finally:
+        optimizer.state, optimizer.param_groups = state, groups
+    for group, own, now in zip(groups, added["groups"], loaded, strict=False):
+        group.update({key: now[key] for key in own if key in now})
+
+
+def check_savable(optimizer: Optimizer) -> None:
+    """Raise `ConfigError` for a class whose own `state_dict` holds what no checkpoint can."""
+    name = f"{type(optimizer).__name__}.state_dict()"
+    hint = "override state_dict() so that it adds numbers, words, tensors, lists and dicts"
+    wanted = f"{name} that onefold.save can save"
+    try:
+        added = added_state(optimizer)
+    except Exception as error:  # whatever a class raises
+        got = f"{type(error).__name__}: {error}"
+        raise ConfigError(wanted, got, hint=hint) from error
+    other = _unsavable(added, name)
+    if other:
+        raise ConfigError(wanted, other, hint=hint)
+
+
+def _unsavable(value: object, name: str) -> str:
+    """Return a value that is no plain one, with its place; empty if there is none."""
+    inside: Any = ()
+    if isinstance(value, dict):
+        inside = value.items()
+    elif isinstance(value, list | tuple | set):
+        inside = enumerate(value)
+    elif not isinstance(value, _PLAIN) and not callable(getattr(value, "state_dict", None)):
+        return f"a {type(value).__name__} in {name}"
+    return next(filter(None, (_unsavable(item, f"{name}[{key!r}]") for key, item in inside)), "")

@@ -1,0 +1,228 @@
+"""Law 4 for classes of optimizers that are not torch's: all that they keep comes back.
+
+Each class takes up habits of published ones. A run that is saved and loaded into a fresh module
+makes the steps that the run without a pause makes.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import onefold
+from onefold import CheckpointError, ConfigError
+from tests.support.ranks import run_ranks, seeded
+
+
+class Each(torch.optim.Optimizer):
+    """Steps each parameter by `change`."""
+
+    def __init__(self, params, lr=0.05):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(self.change(p, group), alpha=-group["lr"])
+
+
+def started(state, p):
+    """A momentum that begins where the entry is missing, and slows down by its count."""
+    if "count" not in state:
+        state.update(count=0, mean=torch.zeros_like(p))
+    state["count"] += 1
+    return state["mean"].mul_(0.9).add_(p.grad) / state["count"]
+
+
+class NoneMarks(Each):
+    """Begins again where its mark is absent, which is None (torch-optimi)."""
+
+    def change(self, p, group):
+        state = self.state[p]
+        if "compensation" not in state:
+            state.update(mean=torch.zeros_like(p), compensation=None)
+        return state["mean"].mul_(0.9).add_(p.grad)
+
+
+class OtherKeys(Each):
+    """Keys that are numbers, flags, tuples or look like ours, a dict without entries."""
+
+    keys = (0.9, 0, True, None, (1, (0.5, "a")), ":0.9", "0.9", float("inf"))
+
+    def change(self, p, group):
+        state = self.state[p]
+        if not state:
+            state["means"] = {key: torch.zeros_like(p) for key in self.keys}
+            state["empty"] = {}
+        assert {*map(repr, state["means"])} == {*map(repr, self.keys)}
+        assert state["empty"] == {}
+        return sum(mean.mul_(0.9).add_(p.grad) for mean in state["means"].values())
+
+
+class Tables(Each):
+    """Keeps a table by parameter in its group, and rates by whole parameters (GrokAdamW)."""
+
+    def change(self, p, group):
+        table = group.setdefault("table", {})
+        return started(table.setdefault(p, {}), p) / p.grad.norm()
+
+
+class Counting(Each):
+    """Counts steps in an attribute that its state dict holds (StableSPAM, Ranger21)."""
+
+    total = 0
+
+    def step(self, closure=None):
+        self.total += 1
+        super().step()
+
+    def change(self, p, group):
+        return started(self.state[p], p) * min(1.0, self.total / 8)
+
+    def state_dict(self):
+        return super().state_dict() | {"total": self.total}
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        for number, p in enumerate(self.param_groups[0]["params"]):  # as pytorch_optimizer does
+            if number in state_dict["state"]:
+                assert state_dict["state"][number].keys() == self.state[p].keys()
+        self.total = state_dict["total"]
+
+
+class Hidden(Counting):
+    """Puts its count among the states (DoG), and None for functions of a group (GrokAdamW)."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.param_groups[0]["signal"] = abs
+
+    def change(self, p, group):
+        assert group["signal"] is abs
+        return super().change(p, group) / p.grad.norm()
+
+    def state_dict(self):
+        whole = super().state_dict()
+        whole["state"]["total"] = whole.pop("total")
+        whole["param_groups"][0]["signal"] = None
+        return whole
+
+    def load_state_dict(self, state_dict):
+        torch.optim.Optimizer.load_state_dict(self, state_dict)
+        self.total = state_dict["state"]["total"]
+        self.param_groups[0]["signal"] = abs
+
+
+class Narrow(Each):
+    """Keeps its momentum in bfloat16 (AdaFactor), and a second one as its parameter is."""
+
+    def change(self, p, group):
+        state = self.state[p]
+        if not state:
+            state["mean"] = torch.zeros_like(p, dtype=torch.bfloat16)
+            state["like"] = torch.zeros_like(p)
+        state["like"].lerp_(p.grad, 0.1)
+        return state["mean"].lerp_((p.grad / p.grad.norm()).bfloat16(), 0.1).to(p) + state["like"]
+
+
+CLASSES = [NoneMarks, OtherKeys, Tables, Counting, Hidden, Narrow]
+
+
+def built(make, seed=0, dtype=torch.float32, **choices):
+    module = seeded(lambda: nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), seed=seed).to(dtype)
+    optimizer = make(module.parameters())
+    return onefold.shard(module, optimizer, **choices), optimizer
+
+
+def steps(module, optimizer, *numbers):
+    for number in numbers:
+        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(number))
+        (module(x.to(module[0].weight.dtype)) - 1).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def weights_of(module):
+    with onefold.unsharded(module):
+        return [p.detach().clone() for p in module.parameters()]
+
+
+def resumed(rank, folder, make, choices):
+    """The weights of the run without a pause, and those of a fresh one that loads its start."""
+    module, optimizer = built(make, **choices)
+    steps(module, optimizer, 0, 1)
+    onefold.save(folder, module, optimizer)
+    steps(module, optimizer, 2, 3)
+    return weights_of(module), continued(rank, folder, make, choices)
+
+
+def continued(rank, folder, make, choices):
+    module, optimizer = built(make, seed=1, **choices)
+    onefold.load(folder, module, optimizer)
+    steps(module, optimizer, 2, 3)
+    return weights_of(module)
+
+
+@pytest.mark.parametrize("make", CLASSES)
+@pytest.mark.parametrize(("world", "stage"), [(1, 3), (3, 0), (2, 2), (3, 3)])
+def test_all_that_a_class_keeps_comes_back(make, world, stage, tmp_path):
+    for dtype in (torch.float32, torch.bfloat16):
+        choices, folder = {"stage": stage, "dtype": dtype}, tmp_path / str(dtype)
+        ranks = run_ranks(world, resumed, folder, make, choices)
+        for wanted, got in ranks:
+            assert all(map(torch.equal, got, wanted))
+
+
+@pytest.mark.parametrize("make", CLASSES)
+def test_all_that_a_class_keeps_comes_back_at_another_world_size(make, tmp_path):
+    choices = {"stage": 1, "dtype": torch.float64}
+    wanted = run_ranks(2, resumed, tmp_path / "saved", make, choices)[0][0]
+    for world, stage in ((3, 3), (1, 0)):
+        again = choices | {"stage": stage}
+        for got in run_ranks(world, continued, tmp_path / "saved", make, again):
+            torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("offload", ["optimizer", "cpu", "disk"])
+def test_states_that_are_none_come_back_from_other_tiers(offload, tmp_path):
+    place = f"disk:{tmp_path}" if offload == "disk" else offload
+    choices = {"stage": 3, "offload": place}
+    for wanted, got in run_ranks(3, resumed, tmp_path / "saved", NoneMarks, choices):
+        assert all(map(torch.equal, got, wanted))
+
+
+class Odd(Each):
+    def change(self, p, group):
+        self.state[p][frozenset("a")] = 1
+        return p.grad / p.grad.norm()
+
+
+def test_a_key_that_no_file_holds_is_refused_by_its_place(tmp_path):
+    module, optimizer = built(Odd, stage=3)
+    steps(module, optimizer, 0)
+    with pytest.raises(CheckpointError, match=r"(?s)state of '0.weight'.*frozenset.*hint:"):
+        onefold.save(tmp_path / "saved", module, optimizer)
+
+
+class Objects(Counting):
+    def state_dict(self):
+        return super().state_dict() | {"seen": [{"now": object()}]}
+
+
+class Raising(Counting):
+    def state_dict(self):
+        raise NotImplementedError("use another call")
+
+
+@pytest.mark.parametrize(
+    ("make", "got"),
+    [(Objects, r"object in .*'seen'\]\[0\]\['now'\]"), (Raising, "use another call")],
+)
+def test_a_state_dict_that_cannot_be_saved_is_refused_at_shard(make, got):
+    module = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=rf"(?s){make.__name__}.*{got}.*hint:"):
+        onefold.shard(module, make(module.parameters()), stage=3)
+    assert type(module.weight) is nn.Parameter
