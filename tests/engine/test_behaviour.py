@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -664,6 +665,73 @@ def test_weights_that_a_class_swaps_for_evaluation_are_those_of_plain_torch(worl
         ):
             for ours, theirs in zip(averages, wanted, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+class Addressed(MatrixAverage):
+    """Finds states by the address of a parameter, and trades places with one (heavyball)."""
+
+    def _kept(self, p):
+        return self.state[p].setdefault(p.data_ptr(), {})
+
+    @torch.no_grad()
+    def _swap(self, is_training, weight):
+        group = self.param_groups[0]
+        for p in group["params"] if group["is_training"] != is_training else ():
+            if "z" in self._kept(p):
+                self._kept(p)["z"], _ = p.clone(), p.copy_(self._kept(p)["z"])
+        group["is_training"] = is_training
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad / p.grad.norm(), alpha=0.1)
+            self._kept(p).setdefault("z", p.clone()).lerp_(p, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("make", "world_size", "choices"),
+    [
+        (ScheduleFreeLike, 1, {"stage": 3}),
+        (ScheduleFreeLike, 3, {"stage": 0}),
+        (ScheduleFreeLike, 2, {"stage": 1}),
+        (ScheduleFreeLike, 3, {"stage": 3}),
+        (ScheduleFreeLike, 2, {"stage": 3, "offload": "cpu"}),
+        (Addressed, 1, {"stage": 2}),
+        (Addressed, 3, {"stage": 0}),
+    ],
+)
+def test_narrow_weights_are_swapped_in_their_masters_and_come_back(make, world_size, choices):
+    """What evaluation shows is that of an fp32 module, rounded; training does not feel the swap."""
+
+    def evaluated(dtype, swaps, **choices):
+        module = seeded(build).bfloat16().to(dtype)
+        optimizer = make(module.parameters())
+        if choices:
+            onefold.shard(module, optimizer, **choices)
+        averages = []
+        for number in range(3):
+            optimizer.train()
+            optimizer.zero_grad()
+            sum((p.float() * (0.5 + number)).sum() for p in module.parameters()).backward()
+            optimizer.step()
+            if swaps:
+                optimizer.eval()
+                with onefold.unsharded(module) if choices else nullcontext():
+                    averages.append([p.detach().clone().float() for p in module.parameters()])
+        optimizer.train()
+        ends = [unit.stepped.clone() for unit in engine_of(module).units] if choices else []
+        return averages, ends
+
+    wanted, _ = evaluated(torch.float32, True)
+    for (averages, ends), (_, undisturbed) in run_ranks(
+        world_size,
+        lambda _: [evaluated(torch.bfloat16, swaps, **choices) for swaps in (True, False)],
+    ):
+        for ours, theirs in zip(averages, wanted, strict=True):
+            for a, b in zip(ours, theirs, strict=True):
+                torch.testing.assert_close(a, b.bfloat16().float(), rtol=8e-3, atol=1e-4)
+        for a, b in zip(ends, undisturbed, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_whole_parameters_that_a_class_swaps_for_evaluation_are_refused_above_stage_0():

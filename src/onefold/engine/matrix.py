@@ -70,12 +70,6 @@ class MatrixStep:
         owner = self._owner.get(parameter, -1)
         return None if owner == -1 else owner
 
-    def stand_in(self, parameter: UnitParameter) -> nn.Parameter:
-        """Return what the step sees of a parameter; no elements where it is not stepped here."""
-        if parameter not in self._unsharded:
-            self._unsharded[parameter] = nn.Parameter(parameter.stepped.new_empty(0))
-        return self._unsharded[parameter]
-
     def enter(
         self, groups: list[list[UnitParameter]], rules: Sequence[object]
     ) -> list[dict[Tensor, State]]:

@@ -42,6 +42,7 @@ from onefold.engine.optimizer_state import (
 )
 from onefold.engine.precision import are_gradients_finite
 from onefold.engine.rules import Rule, State, may_fuse, rule_of, same_entry, whole_matrices
+from onefold.engine.swaps import watch_swaps
 from onefold.errors import StateError
 from onefold.layout.ledger import Account, Kind
 from onefold.unit.parameter import UnitParameter
@@ -76,6 +77,7 @@ class OptimizerBinding:
         # not kept here: a cycle would keep deleted modules until the collector runs
         OwnStates(self.parameter, self._strategy.keeper_of).register(optimizer)
         self.stand_innermost(optimizer)
+        watch_swaps(optimizer, self)
         self.join(optimizer, engine)
 
     def join(self, optimizer: Optimizer, engine: Engine) -> None:
