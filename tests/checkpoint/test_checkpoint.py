@@ -9,7 +9,7 @@ import resource
 import subprocess
 import tarfile
 import warnings
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -429,6 +429,68 @@ def test_numbers_of_numpy_are_saved_as_numbers_and_what_cannot_be_read_is_refuse
 
     run_ranks(2, body)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_extra_comes_back_in_the_types_that_went_in_or_is_refused_by_its_place(tmp_path):
+    """MultiStepLR keeps its milestones in a Counter, and needs one hours after a resume."""
+    kept = {
+        "counter": Counter({2: 1, 3: 2}),
+        "ordered": OrderedDict(b=1, a=[OrderedDict(), (1, b"x")]),
+        "others": [torch.Size([2]), {1, 2}, torch.float16, 1 + 2j, None],
+    }
+    refused = {
+        "defaultdict": defaultdict(list),
+        "deque": deque([1]),
+        "Pair": namedtuple("Pair", "a b")(1, 2),
+        "Table": type("Table", (dict,), {})(),
+    }
+    module = onefold.shard(seeded(lambda: nn.Linear(2, 2)), stage=3)
+    onefold.save(tmp_path / "kept", module, extra=kept)
+    again = onefold.load(tmp_path / "kept", module)
+    assert again == kept
+    assert repr(again) == repr(kept)
+    for kind, value in refused.items():
+        with pytest.raises(CheckpointError, match=rf"a {kind} in extra\['a'\]\[0\].*\n?.*hint:"):
+            onefold.save(tmp_path / kind, module, extra={"a": [value]})
+
+
+def test_every_schedule_of_torch_goes_on_from_extra(tmp_path):
+    rates = torch.optim.lr_scheduler
+    kinds = {
+        "MultiStepLR": lambda o: rates.SequentialLR(
+            o, [rates.LinearLR(o, 0.1, total_iters=3), rates.MultiStepLR(o, [1, 2])], [3]
+        ),
+        "ChainedScheduler": lambda o: rates.ChainedScheduler(
+            [rates.ExponentialLR(o, 0.9), rates.MultiStepLR(o, [4])]
+        ),
+        "OneCycleLR": lambda o: rates.OneCycleLR(o, 0.1, 9),
+        "CyclicLR": lambda o: rates.CyclicLR(o, 0.01, 0.1, 2),
+        "CosineAnnealingWarmRestarts": lambda o: rates.CosineAnnealingWarmRestarts(o, 3),
+        "LambdaLR": lambda o: rates.LambdaLR(o, lambda epoch: 0.9**epoch),
+        "PolynomialLR": lambda o: rates.PolynomialLR(o, 7),
+    }
+    module = onefold.shard(seeded(lambda: nn.Linear(2, 2)), stage=3)
+
+    def ready(make):
+        optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
+        return optimizer, make(optimizer)
+
+    def followed(optimizer, schedule, count):
+        found = []
+        for _ in range(count):
+            optimizer.step()
+            schedule.step()
+            found.append(optimizer.param_groups[0]["lr"])
+        return found
+
+    for name, make in kinds.items():
+        first = ready(make)
+        followed(*first, 2)
+        extra = {"schedule": first[1]}
+        onefold.save(tmp_path / name, module, first[0], extra=extra)
+        optimizer, schedule = ready(make)
+        schedule.load_state_dict(onefold.load(tmp_path / name, module, optimizer)["schedule"])
+        assert followed(optimizer, schedule, 5) == followed(*first, 5)
 
 
 def test_a_save_that_goes_on_is_not_taken_for_one_that_was_cut_off(tmp_path):

@@ -21,6 +21,7 @@ import random
 import sys
 import zlib
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -44,7 +45,7 @@ from onefold.checkpoint.typed_keys import as_words
 from onefold.checkpoint.unpickling import NOT_OF_BYTES, read_object
 from onefold.engine.engine import Engine
 from onefold.engine.optimizer_state import common_state
-from onefold.engine.own_state import added_state, shared_groups
+from onefold.engine.own_state import added_state, shared_groups, unsavable
 from onefold.errors import CheckpointError
 from onefold.tier import accelerator
 
@@ -104,7 +105,9 @@ def plain(value: object) -> Any:
     if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
         return value.item()  # type: ignore[attr-defined]
     if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
+        same = copy(value)  # a Counter, OrderedDict ...: it comes back, or is refused
+        dict.update(same, {key: plain(item) for key, item in value.items()})
+        return same
     if type(value) in (list, tuple):
         return type(value)(plain(item) for item in value)  # type: ignore[call-arg]
     state_dict = None if isinstance(value, type) else getattr(value, "state_dict", None)
@@ -184,7 +187,14 @@ class Contents:
             raise CheckpointError("extra to hold values of this rank alone", got, hint=hint)
         own = {"extra": own_extra, "random": random_states(first.engine), "buffers": {}}
         own["modules"] = [_rank_state(model) for model in models]
-        check_readable((own,), "extra")  # a tuple is checked as one object
+        try:
+            check_readable((own,), "extra")  # a tuple is checked as one object
+        except CheckpointError as error:
+            other = unsavable(own_extra, "extra")
+            if other:
+                hint = "pass tensors, numbers, strings, lists, dicts, or objects with state_dict()"
+                raise CheckpointError("`extra` of plain values", other, hint=hint) from error
+            raise
         state[RANK] = {str(first.rank): (own,)}  # and torch's planner takes it as one
         buffers = {name: b for model in models for name, b in model.buffers().items()}
         return Contents(state, buffers, names)

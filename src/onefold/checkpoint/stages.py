@@ -158,8 +158,9 @@ class ShardedModel:
         known = self.engine.by_sharded.get(id(tensor))
         for optimizer in self.optimizers if known is None else ():
             binding = binding_of(optimizer)
-            for parameter in self.stepped_by(optimizer) if binding is not None else ():
-                known = parameter if binding.stand_in(parameter) is tensor else known
+            if binding is not None:
+                held = self.stepped_by(optimizer)
+                known = next((p for p in held if binding.stand_in(p) is tensor), known)
         return None if known is None else known.fqn
 
     def groups(self) -> list[dict[str, Any]]:

@@ -145,8 +145,9 @@ class OptimizerBinding:
 
     def stand_in(self, parameter: UnitParameter) -> Tensor:
         """Return the object that a step sees of a parameter; the sharded one of flat groups."""
-        is_alone = isinstance(self._strategy, MatrixStep) and not self._searches
-        return self._strategy.stand_in(parameter) if is_alone else parameter.sharded
+        if self._searches or not isinstance(self._strategy, MatrixStep):
+            return parameter.sharded
+        return self._strategy.stand_in(parameter)
 
     def holds(self, parameter: UnitParameter) -> bool:
         """True if the parameter is in one of the optimizer's groups."""

@@ -8,7 +8,8 @@ These are saved as well, and given back through the class's own `load_state_dict
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter, OrderedDict
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +20,9 @@ from onefold.errors import ConfigError
 
 _KNOWN = ("state", "param_groups")
 _ABSENT = object()
-_PLAIN = Tensor | torch.dtype | torch.device | str | bytes | int | float | complex | None
+_PLAIN = (
+    Tensor | torch.dtype | torch.device | str | bytes | int | float | complex | torch.Size | None
+)
 
 
 def added_state(optimizer: Optimizer) -> dict[str, Any]:
@@ -96,18 +99,18 @@ def check_savable(optimizer: Optimizer) -> None:
     except Exception as error:  # whatever a class raises
         got = f"{type(error).__name__}: {error}"
         raise ConfigError(wanted, got, hint=hint) from error
-    other = _unsavable(added, name)
+    other = unsavable(added, name)
     if other:
         raise ConfigError(wanted, other, hint=hint)
 
 
-def _unsavable(value: object, name: str) -> str:
-    """Return a value that is no plain one, with its place; empty if there is none."""
+def unsavable(value: object, name: str) -> str:
+    """Return a value that no checkpoint gives back, with its place; empty if there is none."""
     inside: Any = ()
-    if isinstance(value, dict):
-        inside = value.items()
-    elif isinstance(value, list | tuple | set):
-        inside = enumerate(value)
+    if type(value) in (dict, Counter, OrderedDict):
+        inside = cast("dict[Any, Any]", value).items()
+    elif type(value) in (list, tuple, set):
+        inside = enumerate(cast("list[Any]", value))
     elif not isinstance(value, _PLAIN) and not callable(getattr(value, "state_dict", None)):
         return f"a {type(value).__name__} in {name}"
-    return next(filter(None, (_unsavable(item, f"{name}[{key!r}]") for key, item in inside)), "")
+    return next(filter(None, (unsavable(item, f"{name}[{key!r}]") for key, item in inside)), "")
