@@ -805,3 +805,55 @@ def test_an_edit_in_a_block_that_is_computed_again_is_made_twice(world_size, sta
         assert train(module) == pytest.approx(train(alone), rel=1e-6)
 
     run_ranks(world_size, compare)
+
+
+class Averaging(nn.Module):
+    """A teacher that follows its student, by an edit inside the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(3, 5).requires_grad_(False)
+        self.student = nn.Linear(3, 5)
+        self.edit: Callable[[Any, Any], object] = lambda t, s: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for t, s in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                self.edit(t, s)
+        return self.student(x) - self.teacher(x).detach()
+
+
+def in_statements(t: Any, s: Any) -> None:
+    edited = t.mul_(0.9)
+    edited += 0.1 * s
+    t.div_(2)
+
+
+IN_A_ROW: dict[str, Callable[[Any, Any], object]] = {
+    "methods": lambda t, s: t.mul_(0.9).add_(s, alpha=0.1).clamp_(max=0.2).pow_(2),
+    "statements": in_statements,
+    "out": lambda t, s: torch.mul(t, 0.9, out=t).add_(0.1),
+    "a function": lambda t, s: F.relu(t, inplace=True).add_(s),
+    "of what trains": lambda t, s: s.clamp_(-0.2, 0.2).mul_(2),
+}
+
+
+@pytest.mark.parametrize("edit", IN_A_ROW.values(), ids=IN_A_ROW)
+@rows
+def test_edits_in_a_row_inside_a_forward_all_reach_the_parameter(edit, world_size, stage):
+    def body(rank: int, *, is_sharded: bool = True) -> dict[str, Tensor]:
+        module = seeded(Averaging)
+        module.edit = edit
+        if is_sharded:
+            onefold.shard(module, stage=stage)
+        optimizer = torch.optim.SGD(module.student.parameters(), lr=0.1)
+        for _ in range(2):
+            module(X).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: whole(p).detach().clone() for name, p in module.named_parameters()}
+
+    wanted = body(0, is_sharded=False)
+    for got in run_ranks(world_size, body):
+        for name, value in wanted.items():
+            torch.testing.assert_close(got[name], value, msg=name)

@@ -105,7 +105,12 @@ def _as_computed(
     with torch._C.DisableTorchFunctionSubclass():
         full = {key: owner.unit.unshard_for_use(owner) for key, owner in owners.items()}
         args, kwargs = _replaced(arguments, full)
-    outputs = _own_memory(func(*args, **kwargs), list(full.values()))
+        versions = {key: weight._version for key, weight in full.items()}
+    outputs = func(*args, **kwargs)
+    edited = {id(w): owners[key].sharded for key, w in full.items() if w._version > versions[key]}
+    if edited:  # what an in-place operation gives back is the parameter itself
+        outputs = _replaced(outputs, edited)
+    outputs = _own_memory(outputs, list(full.values()))
     for unit in wanted:
         unit.note_use(outputs)
     return outputs
@@ -186,6 +191,8 @@ def _own_memory(outputs: Any, unsharded: list[Tensor]) -> Any:
     def own(output: Any) -> Any:
         if isinstance(output, Iterator):
             return map(own, output)
+        if isinstance(output, AT_REST):  # edited in place
+            return output
         if isinstance(output, UnshardedParameter):  # a function that gave back its argument
             output = output.view_as(output)
         if freed and isinstance(output, Tensor) and output.untyped_storage().data_ptr() in freed:
