@@ -14,8 +14,10 @@ from torch.distributed.tensor import DTensor
 import onefold
 from onefold.compose import routes
 from onefold.errors import WireError
-from onefold.layout.ledger import Kind
+from onefold.layout.ledger import Kind, Ledger
+from onefold.tier.device import DeviceStore
 from onefold.unit import context as context_module
+from onefold.unit.buffer import Buffer, _own_references
 from onefold.unit.gather import UnitGather
 from tests.support.ranks import run_ranks, seeded
 
@@ -322,3 +324,18 @@ def test_tags_of_many_messages_and_of_groups_of_any_size_are_all_compared(wrong,
             tags = torch.tensor([9.0, 8.0 if number == wrong else 9.0, 9.0])
             board.note(context, "gather", f"unit {number}", tags, 9)
         board.check(waits=True)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_users_of_a_buffer_are_counted_inside_a_transform_of_torch_func():
+    """The first gradients that are freed may be those of a step with `torch.func.jvp`."""
+    _own_references.cache_clear()
+    buffer = Buffer(4, torch.float32, Kind.GRAD, DeviceStore(torch.device("cpu")), Ledger())
+    counts: list[int] = []
+
+    def counted(x: Tensor) -> Tensor:
+        counts.append(buffer.num_users)
+        return x
+
+    torch.func.jvp(counted, (torch.ones(2),), (torch.ones(2),))
+    assert counts == [buffer.num_users] == [1]

@@ -75,6 +75,7 @@ class Buffer:
         if is_counted:
             self._account.set(self._nbytes)
         self._numels: list[int] = []
+        _own_references()  # counted now: inside a transform torch.func would wrap its tensor
         self._parts: Sequence[Tensor] = ()
 
     @property
