@@ -115,6 +115,45 @@ def test_a_model_trains_as_in_one_process_at_every_stage(world_size, model):
           relative=2e-6)  # fmt: skip
 
 
+def wav2vec2(layerdrop: float) -> nn.Module:
+    config = transformers.Wav2Vec2Config(
+        vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=3, num_attention_heads=2,
+        intermediate_size=24, conv_dim=(8,), conv_stride=(5,), conv_kernel=(10,),
+        num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, mask_time_prob=0.0,
+        hidden_dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, feat_proj_dropout=0.0,
+        final_dropout=0.0, layerdrop=layerdrop, ctc_loss_reduction="mean", pad_token_id=0,
+    )  # fmt: skip
+    return transformers.Wav2Vec2ForCTC(config)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_layers_that_ranks_drop_by_dice_of_their_own_end_no_run(stage):
+    """At stage 3 transformers runs them all, once it knows that parameters are sharded."""
+
+    def body(rank: int) -> list[float]:
+        module = seeded(wav2vec2, 0.5 if stage == 3 else 0.0)
+        optimizer = adamw(module)
+        if stage == 3 and rank == 0:
+            with pytest.warns(UserWarning, match=r"layerdrop=0\.5 .* no effect at stage 3"):
+                onefold.shard(module, optimizer, stage=stage)
+        else:
+            onefold.shard(module, optimizer, stage=stage)
+        module.wav2vec2.encoder.config.layerdrop = 0.5 if stage == 3 or rank == 0 else 0.0
+        losses = []
+        for _ in range(3):
+            wave, labels = torch.linspace(-1, 1, 200).view(2, 100), torch.ones(2, 3).long()
+            loss = module(input_values=wave, labels=labels).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    runs = run_ranks(3, body)
+    if stage == 3:
+        assert runs[0] == runs[1] == runs[2], "all layers ran on all ranks"
+
+
 @pytest.mark.parametrize("model", ["gpt2", "t5"])
 def test_a_model_trains_with_every_module_a_unit(model):
     law_1(2, training(MODELS[model]), stages=(3,), relative=2e-6)

@@ -18,8 +18,9 @@ STAGE_3 = Policy(
     frees_after_forward=True, frees_after_backward=True, keeps_bytes=False, defers_reduction=False
 )
 STAGE_2 = Policy(
-    frees_after_forward=False, frees_after_backward=False, keeps_bytes=True, defers_reduction=True
-)
+    frees_after_forward=False, frees_after_backward=False, keeps_bytes=True, defers_reduction=True,
+    gathers_in_order=True,
+)  # fmt: skip
 STAGE_0 = Policy(
     frees_after_forward=False, frees_after_backward=True, keeps_bytes=False, defers_reduction=True,
     has_second_hop=True,
@@ -27,7 +28,7 @@ STAGE_0 = Policy(
 NODES = replace(STAGE_3, has_second_hop=True, sums_rest=True, keeps_second_shard=True,
                 fills_early=True)  # fmt: skip
 POLICIES = {"stage 3": STAGE_3, "stage 2": STAGE_2, "stage 0": STAGE_0, "nodes": NODES,
-            "window": replace(STAGE_2, cap=3, frees_after_backward=False)}  # fmt: skip
+            "window": replace(STAGE_2, cap=3, gathers_in_order=False)}  # fmt: skip
 EACH_POLICY = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 
 
@@ -278,6 +279,31 @@ def test_ranks_that_use_other_parts_reduce_in_the_same_order(policy, programs):
         orders.append([action for action in script.hands.done if action[0] in verbs])
     assert [unit for verb, unit in orders[0] if verb is Verb.REDUCE] == [3, 2, 1, 0]
     assert orders[0] == orders[1]
+
+
+@settings(max_examples=60)
+@given(programs=st.lists(uses(4), min_size=2, max_size=4))
+def test_ranks_that_use_other_units_gather_in_the_same_order_at_stages_1_and_2(programs):
+    script = Script(STAGE_2, 4)
+    for program in programs:
+        script.hands.done.clear()
+        if script.forward(program):
+            script.backward()
+        gathered = [unit for verb, unit in script.hands.done if verb is Verb.GATHER]
+        assert gathered == [0, 1, 2, 3]
+        script.step()
+
+
+def test_the_order_of_gathers_changes_nothing_where_modules_run_in_order():
+    found = []
+    for policy in (STAGE_2, replace(STAGE_2, gathers_in_order=False)):
+        script = Script(policy, 6)
+        for _ in range(2):
+            script.forward([Use(unit) for unit in range(6)])
+            script.backward()
+            script.step()
+        found.append(script.hands.done)
+    assert found[0] == found[1]
 
 
 @EACH_POLICY

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -1893,6 +1894,48 @@ def test_ranks_that_evaluate_other_units_get_an_error():
         run_ranks(2, body)
 
 
+class Dropping(Tower):
+    """Leaves out blocks, as the first row's mark says: bit k for block k (LayerDrop)."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+
+    def forward(self, x: Tensor, mark: Tensor) -> Tensor:
+        x = self.first(x)
+        for index, block in enumerate(self.blocks):
+            x = x if int(mark[0]) & 1 << index else block(x)
+        return self.last(x)
+
+
+def dropped() -> list[tuple[Tensor, Tensor]]:
+    """Nothing is skipped; one by some ranks; all by all ranks but the last; one by every rank."""
+    are_last = torch.arange(ROWS) >= ROWS - ROWS // 4
+    marks = [0 * are_last, 2 * are_last, 7 * ~are_last, 4 + 0 * are_last, 1 + are_last]
+    return list(zip(rows(5), marks, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [(0, {}), (1, {}), (2, {"offload": "optimizer"}), (1, {"wire": onefold.Wire("int8")})],
+)
+def test_layers_that_some_ranks_skip_train_as_in_one_process_at_stages_0_to_2(stage, options):
+    def script(process: Process) -> None:
+        module, optimizer = process.ready(Dropping, **options)
+        for index, (batch, mark) in enumerate(dropped()):
+            waits = nullcontext() if process.is_plain else onefold.accumulate(module)
+            if index % 2:
+                with waits:
+                    process.mean(marked(module), (batch, mark.flip(0))).backward()
+            else:
+                with torch.no_grad():
+                    process.mean(marked(module), (batch, mark.flip(0)))
+            process.step(index, module, optimizer, marked(module), (batch, mark))
+        process.note_weights(module)
+
+    relative = 2e-2 if "wire" in options else 1e-6
+    law_1(3, script, relative=relative, fine_units=False, by_part=True, stages=(stage,))
+
+
 @every_world
 def test_root_layers_that_some_ranks_skip_are_trained_or_are_an_error(world_size):
     """The layers around blocks share a unit; gathering it must not depend on them."""
@@ -1909,9 +1952,9 @@ def test_root_layers_that_some_ranks_skip_are_trained_or_are_an_error(world_size
             return self.last(self.blocks[1](x))
 
     script = training(Skipping, marked, batches=by_half())
-    law_1(world_size, script, fine_units=False, by_part=True, stages=(0,))
+    law_1(world_size, script, fine_units=False, by_part=True, stages=(0, 1))
     try:
-        law_1(world_size, script, fine_units=False, by_part=True)
+        law_1(world_size, script, fine_units=False, by_part=True, stages=(3,))
     except onefold.OnefoldError as error:
         assert "hint:" in str(error)
 

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -24,8 +26,9 @@ from onefold.unit.parameter import UnitParameter
 GENERATES_TOGETHER = {"_is_fsdp_managed_module": True, "_fsdp_use_orig_params": True}
 """Attributes of a model of transformers that is gathered in every forward.
 
-`generate` reads the first: all ranks then run until the last one has finished. Dynamo reads both:
-without the second it does not trace the module.
+`generate` reads the first: all ranks then run until the last one has finished. So do some encoders
+(Wav2Vec2, HuBERT and others, in transformers 5.23): they then run every layer, without LayerDrop,
+which ranks would decide apart. Dynamo reads both: without the second it does not trace the module.
 """
 
 
@@ -55,7 +58,7 @@ def guard_parts(parts: Iterable[nn.Module], engine: Engine) -> None:
             part.register_load_state_dict_pre_hook(partial(_cut_entries, ref(engine)))
             if callable(getattr(part, "resize_token_embeddings", None)):  # of transformers
                 part.__dict__["resize_token_embeddings"] = _refuse_resize
-            if _must_run_together(part, engine):
+            if _must_run_together(part, engine) or _drops_layers(part, engine):
                 part.__dict__.update(GENERATES_TOGETHER)
 
 
@@ -69,6 +72,22 @@ def _must_run_together(part: nn.Module, engine: Engine) -> bool:
     if not is_gathered or group.world_size == 1 or group.world_size != dist.get_world_size():
         return False
     return callable(getattr(type(part), "generate", None))
+
+
+def _drops_layers(part: nn.Module, engine: Engine) -> bool:
+    """True for a gathered part whose forward asks whether to run all layers on all ranks."""
+    if not engine.recipe.shards_parameters or engine.group.world_size == 1:
+        return False
+    code = getattr(inspect.unwrap(type(part).forward), "__code__", None)
+    drops = code is not None and "is_fsdp_managed_module" in code.co_names
+    share = getattr(getattr(part, "config", None), "layerdrop", 0.0)
+    if drops and share and engine.group.rank == 0:
+        warnings.warn(
+            f"layerdrop={share} of {type(part).__name__} has no effect at stage 3: transformers "
+            "runs every layer where parameters are sharded. hint: stages 0 to 2 drop layers",
+            stacklevel=2,
+        )
+    return drops
 
 
 def _refuse_resize(*_: object, **__: object) -> None:

@@ -25,6 +25,11 @@ class UnitFacts:
     is_offloaded: bool = False
     keeps_sums: bool = True
 
+    @property
+    def is_gathered(self) -> bool:
+        """True if the unit is unsharded as a whole before it is used."""
+        return not (self.is_resident or self.is_tiled)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
@@ -32,6 +37,8 @@ class Policy:
 
     frees_after_forward: stage 3 frees unsharded weights between forward and backward.
     frees_after_backward: otherwise unsharded weights stay until the step (stages 1 and 2).
+    gathers_in_order: every rank gathers units in the order of the module, each once a step, and by
+        the end of a forward all of them: ranks may use different ones (docs/adr/0034).
     keeps_bytes: the memory of unsharded weights stays over the step, too (docs/adr/0006).
     keeps_gradients: the memory of reduced gradients stays over `zero_grad` (stages 0 to 2), unless
         their states are offloaded to save memory.
@@ -55,6 +62,7 @@ class Policy:
     frees_after_backward: bool
     keeps_bytes: bool
     defers_reduction: bool
+    gathers_in_order: bool = False
     keeps_gradients: bool = False
     prefetch: int = 1
     prefetches_late: bool = True
@@ -73,6 +81,7 @@ def policy_of(recipe: Recipe) -> Policy:
     return Policy(
         frees_after_forward=recipe.frees_after_forward,
         frees_after_backward=not recipe.keeps_gathered,
+        gathers_in_order=recipe.keeps_gathered and inference is None,
         keeps_bytes=recipe.keeps_gathered,
         keeps_gradients=not recipe.shards_parameters and recipe.world_size > 1,
         defers_reduction=recipe.sums_rest,

@@ -1,8 +1,7 @@
 """Decide when each unit is gathered, freed, reduced and stepped. No torch here.
 
-A schedule takes events and returns actions. It touches nothing: the engine executes actions on
-tensors (engine/hands.py), the planner on byte counters (planner/byte_hands.py) and on clocks
-(planner/clock_hands.py), tests on nothing at all.
+A schedule takes events and returns actions. It touches nothing: the engine executes them on tensors
+(engine/hands.py), the planner on bytes and clocks (planner/byte_hands.py, clock_hands.py).
 
 One step, event by event (units are numbers, in the order of the module):
 
@@ -35,17 +34,14 @@ class Schedule:
     """Decides, under a policy, what to do with each unit at each event of a step."""
 
     def __init__(self, policy: Policy, units: Sequence[UnitFacts]) -> None:
-        self.policy = policy
-        self.units = units
+        self.policy, self.units = policy, units
         self.reductions = Reductions(policy, units)
-        self.forward_depth = 0
+        self.forward_depth = self._clock = 0
         self.is_backward = self.builds_graph = False
         self.ended: list[Call] = []  # calls that the last event ended in backward
         walked = [i for i, unit in enumerate(units) if not unit.is_tiled]
         self.successors = Successors(walked, is_cyclic=policy.is_cyclic)
-        self._clock = 0
-        self.uses = ModuleUses(len(units))
-        self.open_calls = OpenCalls(len(units))
+        self.uses, self.open_calls = ModuleUses(len(units)), OpenCalls(len(units))
         self._unsharded: set[int] = set()  # unsharded bytes exist, or will soon
         self._fresh: set[int] = set()  # they have the values of the weights at rest
         self._shown: set[int] = set()  # modules see them
@@ -128,6 +124,8 @@ class Schedule:
             self.uses.begin()
             self.open_calls.diary.end_forward()
             for unit in range(len(self.units)):
+                if self.policy.gathers_in_order and unit not in self._fresh:
+                    self._gather(unit, out)  # another rank may have used it
                 is_next = self.policy.is_cyclic and unit in self.ahead
                 self._hide(unit, out, frees=self.policy.frees_after_forward and not is_next)
             if phase is Phase.EVALUATION and not self.policy.is_cyclic:  # else more follows
@@ -220,8 +218,7 @@ class Schedule:
     def _leave_backward(self, unit: int, out: list[Action]) -> None:
         """Backward is through with one call of `unit`; after the last call, reduce and free.
 
-        Every rank meets this point in the same order, also a rank that used only a part of the
-        unit (an expert that got no token) and will never see its last gradient.
+        Ranks meet this point in the same order, also one that used a part of the unit alone.
         """
         if unit in self.open_calls.begun_units():
             return
@@ -362,11 +359,14 @@ class Schedule:
             if not self._has_room(unit):
                 return
             self.ahead.add(unit)
-        if self.policy.keeps_second_shard:
-            self._fill(unit, out)
-        self._unsharded.add(unit)
-        self._fresh.add(unit)
-        out.append((Verb.GATHER, unit))
+        for due in range(unit + 1) if self.policy.gathers_in_order else (unit,):
+            if due in self._fresh or not self.units[due].is_gathered:
+                continue
+            if self.policy.keeps_second_shard:
+                self._fill(due, out)
+            self._unsharded.add(due)
+            self._fresh.add(due)
+            out.append((Verb.GATHER, due))
 
     def _fill(self, unit: int, out: list[Action]) -> None:
         if unit not in self._filled:

@@ -336,7 +336,7 @@ class Context:
         wanted = f"{collective} of unit {unit!r} on every rank"
         got = f"another unit on {source or 'at least one'}"
         hint = f"all ranks must {verb} units in the same order; a branch that only some "
-        hint += "ranks take has to be inside one unit (`units=`)"
+        hint += "ranks take (layerdrop) has to be inside one unit (`units=`)"
         return WireError(wanted, got, where=self.where, hint=hint)
 
 

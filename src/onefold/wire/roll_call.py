@@ -37,6 +37,9 @@ LEFT_S = 3.0
 """Ranks that do not answer for so long, after a connection broke, have ended. If all others have
 answered, one poll is enough for the last: somebody has ended."""
 
+SKIPPED = "; a layer that some ranks skip (layerdrop) needs stage 0 to 2, or one unit around it"
+"""A hint where a rank waits for weights: at stage 3 every rank gathers every unit."""
+
 LINGER_S = 1.0
 """A rank that fails alone stays so long at most: the others may learn it from its store."""
 
@@ -294,8 +297,10 @@ class RollCall:
             name, _, place = line.strip().removeprefix("rank ").partition(": ")
             ranks.setdefault(place, []).append(name)
         place, (odd, *_) = min(ranks.items(), key=lambda item: len(item[1]))
+        skipped = SKIPPED if any("gather of unit" in place for place in ranks) else ""
         if odd != str(self._rank):
-            got, hint = f"rank {odd} elsewhere: {place}", f"the error of rank {odd} lists all ranks"
+            got = f"rank {odd} elsewhere: {place}"
+            hint = f"the error of rank {odd} lists all ranks{skipped}"
             return expected("all ranks in the same collective", got, hint=hint)
         lines = "\n".join(
             f"  rank{'s' * (len(names) > 1)} {', '.join(names)}: {where}"
@@ -305,7 +310,7 @@ class RollCall:
         return expected(
             "all ranks in the same collective",
             f"ranks that wait for one another:\n{lines}",
-            hint=f"{hint}`if rank == 0:`, and run the same number of steps on every rank",
+            hint=f"{hint}`if rank == 0:`, and run the same number of steps on every rank{skipped}",
         )
 
     def place_of(self, waiting: Waiting) -> str:
