@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch.distributed import distributed_c10d
 
 import onefold
+from onefold.errors import Failure
 from onefold.wire.frames import RAN_S, Stacks
 from onefold.wire.roll_call import Answer, RollCall
 from onefold.wire.roll_call import find_deadlock as deadlock_of
@@ -49,6 +50,37 @@ def test_the_one_rank_that_does_not_answer_is_named_within_a_second(world_size):
     begun = time.monotonic()
     assert calls[0].find_gone() == f"rank {world_size - 1} ended without a word"
     assert time.monotonic() - begun < SECOND
+    del owner
+
+
+class _SlowStore(dist.HashStore):
+    """Calls back in the middle of a read, as where the process has to wait for a core."""
+
+    during = None
+
+    def get(self, key):
+        value = super().get(key)
+        if self.during is not None and key.startswith("failed/"):
+            self.during()
+        return value
+
+
+def test_a_failure_that_is_read_late_is_none_of_the_next_call():
+    store, owner = _SlowStore(), threading.Event()
+    here, other = (RollCall(store, r, 2, owner, is_whole_job=True) for r in range(2))
+    for each in (here, other):
+        each.begin_call()
+    other.announce(Failure(onefold.StateError, "of the first call"))
+    assert here.read_failure() is not None
+    assert here.failure is not None
+    store.during = lambda: (here.end_call(), here.begin_call())
+    here.read_failure()  # as the thread that looks for it
+    store.during = None
+    assert here.failure is None
+    other.begin_call()
+    other.announce(Failure(onefold.StateError, "of the second call"))
+    here.read_failure()
+    assert "second" in str(here.failure.error())
     del owner
 
 

@@ -20,6 +20,7 @@ from onefold.engine.registry import engine_of
 from onefold.errors import CheckpointError, ConfigError, OnefoldError, TierError, WireError
 from onefold.mixed import resharing
 from onefold.wire import lanes
+from onefold.wire import together as together_room
 from onefold.wire.collectives import Group
 from onefold.wire.together import collect, first, same, together
 from tests.support.ranks import run_processes, run_ranks
@@ -410,3 +411,28 @@ def test_a_lost_rank_is_a_named_error_also_among_ranks_that_have_not_met(call):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     run_processes(2, loses_a_rank, call, port)
+
+
+def refuse_in_turn(rank, folder):
+    """Rank 0 refuses the first call and is in the second before rank 1 has begun the first."""
+    together_room.LINGER_S = 0.0
+    module, store = nn.Linear(2, 2), dist.group.WORLD.get_group_store()
+    if rank == 0:
+        with pytest.raises(ConfigError, match="timeout to be"):
+            onefold.shard(module, timeout=-7)
+        store.set("first is over", "1")
+        with pytest.raises(OnefoldError, match=r"rank 1: .*timeout to be .* -9"):
+            onefold.shard(module, timeout=60)
+    else:
+        store.wait(["first is over"])
+        while not store.add("onefold/1/call/here", 0):  # rank 0 waits in its second call
+            time.sleep(0.01)
+        with pytest.raises(OnefoldError, match=r"rank 0: .*timeout to be .* -7"):
+            onefold.shard(module, timeout=60)
+        with pytest.raises(ConfigError, match="timeout to be"):
+            onefold.shard(module, timeout=-9)
+
+
+@pytest.mark.process
+def test_a_refusal_ends_with_its_call_also_for_a_rank_that_comes_late(tmp_path):
+    run_processes(2, refuse_in_turn, str(tmp_path), timeout_s=60)

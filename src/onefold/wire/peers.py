@@ -85,7 +85,8 @@ class Peers:
         try:
             while not _is_over(work, limit):
                 limit = _LOOK
-                self._failure = self._failure or self._trouble(message, time.monotonic() - begun)
+                # that of this call, if there is one, and not of a call before
+                self._failure = self._trouble(message, time.monotonic() - begun) or self._failure
                 if self._failure is not None:
                     raise self._failure
         except RuntimeError as error:

@@ -335,6 +335,8 @@ def _connected(
 def _await_ranks(group: Group, store: Store, name: str, timeout: timedelta) -> None:
     """Wait until all ranks are here. Raises the error of one that refuses, or for those absent."""
     here, until, pause_s = f"{name}/here", time.monotonic() + timeout.total_seconds(), 0.001
+    if refusal := read_refusal(group):  # that rank may wait for this one in its next call already
+        raise refusal.error()
     store.add(here, 1)
     while (count := store.add(here, 0)) < group.world_size:
         refusal = read_refusal(group)

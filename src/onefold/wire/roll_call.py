@@ -91,7 +91,6 @@ class RollCall:
         verdict: the list of where all ranks are, once it is certain that none of them can go on.
         table: the same list from when they were last asked; "" if they were not.
         is_in_call: True inside of a call that ranks may fail in alone (save, load ...).
-        failure: what another rank has announced in that call.
         gone: the ranks that have ended, in words, once a rank has lost its connection to them.
     """
 
@@ -103,7 +102,7 @@ class RollCall:
         self.verdict: str | None = None
         self.table = ""
         self.is_in_call = False
-        self.failure: Failure | None = None
+        self._announced: tuple[int, Failure] | None = None  # in which call
         self.gone: str | None = None
         self._store, self._rank, self._world_size = store, rank, world_size
         self._waiting: Waiting | None = None
@@ -120,6 +119,12 @@ class RollCall:
         # a thread inside the store must not meet an interpreter that shuts down
         finalize(owner, self._stop, thread)
 
+    @property
+    def failure(self) -> Failure | None:
+        """What another rank has announced in the call that this one is in."""
+        call, failure = self._announced or (0, None)
+        return failure if self.is_in_call and call == self._call else None
+
     def wait_for(self, waiting: Waiting | None) -> None:
         """Tell others which collective this rank waits for; None: none."""
         self._waiting = waiting
@@ -131,7 +136,7 @@ class RollCall:
 
     def end_call(self) -> None:
         """The call is over on this rank."""
-        self.is_in_call, self.failure = False, None
+        self.is_in_call = False
 
     def announce(self, failure: Failure) -> None:
         """Tell the ranks that are in this call; wait a moment until they know."""
@@ -145,14 +150,17 @@ class RollCall:
 
     def read_failure(self) -> Failure | None:
         """The failure that a rank has announced in the call that this one is in, looked up now."""
-        key = f"failed/{self._call}"
+        call = self._call  # the user's thread may begin the next one meanwhile
+        key = f"failed/{call}"
         try:
             if not self.is_in_call or not self._store.check([key]):
                 return None
-            self._store.add(f"knows/{self._call}", 1)
-            return pickle.loads(bytes.fromhex(self._store.get(key).decode()))
+            self._store.add(f"knows/{call}", 1)
+            failure: Failure = pickle.loads(bytes.fromhex(self._store.get(key).decode()))
         except RuntimeError:
             return None
+        self._announced = call, failure
+        return failure
 
     def find_gone(self) -> str:
         """Name the ranks that have ended, once a connection broke; "" if that cannot be told.
@@ -223,7 +231,7 @@ class RollCall:
     def _turn(self) -> None:
         self._turns += 1
         if self.is_in_call and self.failure is None:
-            self.failure = self.read_failure()
+            self.read_failure()
         is_stuck = self._is_stuck()
         calls = self._store.add("asked", int(is_stuck))
         if calls != self._calls:
