@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 import time
@@ -16,7 +17,7 @@ from torch.distributed import distributed_c10d
 
 import onefold
 from onefold.errors import Failure
-from onefold.wire.frames import RAN_S, Stacks
+from onefold.wire.frames import RAN_S, Stacks, place_in
 from onefold.wire.roll_call import Answer, RollCall
 from onefold.wire.roll_call import find_deadlock as deadlock_of
 from tests.support.models import Model, next_token_loss, token_batches
@@ -154,6 +155,32 @@ def _come_late(rank, how):
 @pytest.mark.parametrize("how", ["sleeps", "computes"])
 def test_a_slow_rank_is_waited_for(how):
     run_processes(3, _come_late, how)
+
+
+def test_a_place_without_a_line_is_that_of_the_line_before():
+    """CPython frees the name of an `except` clause in code that belongs to no line."""
+    places = []
+
+    class Slow:
+        def __del__(self):
+            frame = sys._getframe(1)
+            places.append(place_in(frame))
+
+    def fail():
+        kept = Slow()
+        raise ValueError(kept is None)
+
+    def caught(is_verbose):
+        try:
+            fail()
+        except ValueError as error:
+            assert error.args == (False,)
+            if is_verbose:
+                print("more")
+
+    caught(False)
+    (place,) = places
+    assert re.fullmatch(r", test_roll_call\.py:\d+ `\S.*`", place)
 
 
 def test_a_thread_is_seen_to_wait_in_torch_alone():

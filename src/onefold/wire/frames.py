@@ -107,9 +107,19 @@ def place_in(frame: FrameType | None) -> str:
     chosen = own or installed
     if chosen is None:
         return ""
-    file, line = chosen.f_code.co_filename, chosen.f_lineno
+    file, line = chosen.f_code.co_filename, _line_of(chosen)
     source = linecache.getline(file, line).strip()
     return f", {Path(file).name}:{line}" + (f" `{source}`" if source else "")
+
+
+def _line_of(frame: FrameType) -> int:
+    """The line that a frame is in, or the last one before code that has none.
+
+    The end of an `except ... as error` deletes the name: CPython gives that code no line.
+    """
+    line: int | None = frame.f_lineno
+    lines = [n for start, _, n in frame.f_code.co_lines() if start <= frame.f_lasti and n]
+    return line or (lines[-1] if lines else frame.f_code.co_firstlineno)
 
 
 def is_in_torch_collective(frame: FrameType | None) -> bool:
