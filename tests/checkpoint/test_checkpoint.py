@@ -343,6 +343,66 @@ def test_buffers_extra_state_and_generators_go_on(tmp_path):
         assert torch.equal(dict(again.named_buffers())[name], buffer), name
 
 
+class Sized(nn.Module):
+    """A buffer that gets its size in the first forward, as observers of quantization have it."""
+
+    def __init__(self, is_empty: bool):
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+        self.register_buffer("seen", torch.empty(0) if is_empty else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.seen is None or not self.seen.numel():
+            self.seen = x.detach().mean(0)
+        return self.layer(x - self.seen)
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *others: Any) -> None:
+        if prefix + "seen" in state:
+            self.seen = torch.empty_like(state[prefix + "seen"])
+        super()._load_from_state_dict(state, prefix, *others)
+
+
+@pytest.mark.parametrize("is_empty", [True, False])
+@pytest.mark.parametrize("way", ["load", "load_pretrained", "load_pretrained first", "state dict"])
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (3, 0), (3, 3)])
+def test_buffers_that_their_module_sizes_are_loaded_before_its_first_forward(
+    tmp_path, world_size, stage, way, is_empty
+):
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+
+    def body(rank: int) -> None:
+        module = seeded(Sized, is_empty)
+        onefold.shard(module, stage=stage)
+        wanted, path = module(x).detach(), tmp_path / "saved"
+        (onefold.save if way == "load" else onefold.save_pretrained)(
+            *((path, module) if way == "load" else (module, path))
+        )
+        state = onefold.full_state_dict(module, rank0_only=False)
+        again = seeded(Sized, is_empty, seed=1)
+        if way == "load_pretrained first":
+            onefold.load_pretrained(again, path)
+        onefold.shard(again, stage=stage)
+        if way == "load":
+            onefold.load(path, again)
+        elif way == "load_pretrained":
+            onefold.load_pretrained(again, path)
+        elif way == "state dict":
+            again.load_state_dict(state)
+        assert torch.equal(again.seen, state["seen"])
+        assert torch.equal(again(x), wanted)
+
+    run_ranks(world_size, body)
+
+
+def test_a_buffer_of_another_size_is_refused_where_its_module_cannot_size_it(tmp_path):
+    onefold.save(tmp_path / "saved", onefold.shard(nn.BatchNorm1d(4, affine=False)))
+    other = onefold.shard(nn.BatchNorm1d(5, affine=False))
+    other.running_mean.fill_(3)
+    with pytest.raises(CheckpointError, match=r"running_mean: \[5\] in the module, \[4\]"):
+        onefold.load(tmp_path / "saved", other)
+    assert torch.equal(other.running_mean, torch.full((5,), 3.0))
+
+
 def test_buffers_that_differ_between_ranks_come_back_to_their_ranks(tmp_path):
     def body(rank, loads):
         module = seeded(Noisy)

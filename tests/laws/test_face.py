@@ -633,6 +633,77 @@ def test_part_of_a_state_can_be_loaded_when_not_strict(stage):
     in_ranks(2, body)
 
 
+class Legacy(nn.Module):
+    """Loads an older file: three ways by which modules translate its names."""
+
+    class Renamed(nn.Linear):
+        def _load_from_state_dict(self, state, prefix, *others):
+            if prefix + "w" in state:
+                state[prefix + "weight"] = state.pop(prefix + "w")
+            super()._load_from_state_dict(state, prefix, *others)
+
+    def __init__(self):
+        super().__init__()
+        self.fused, self.renamed, self.norm = nn.Linear(8, 6), self.Renamed(6, 4), nn.BatchNorm1d(4)
+        self.fused.register_load_state_dict_pre_hook(self.fuse)
+
+    @staticmethod
+    def fuse(module, state, prefix, *_):
+        if prefix + "q" in state:
+            parts = [state.pop(prefix + name) for name in "qkv"]
+            state[prefix + "weight"] = torch.cat(parts)
+
+    @staticmethod
+    def older(state):
+        state = dict(state)
+        state["renamed.w"] = state.pop("renamed.weight")
+        q, k, v = state.pop("fused.weight").chunk(3)
+        state |= {"fused.q": q, "fused.k": k, "fused.v": v}
+        del state["norm.num_batches_tracked"]  # a file without versions: it is a later buffer
+        return state
+
+
+@every_stage
+def test_names_that_modules_translate_while_they_load_are_no_strangers(stage):
+    wanted = seeded(Legacy, seed=5).state_dict()
+
+    def body(rank: int) -> None:
+        module = onefold.shard(seeded(Legacy), stage=stage)
+        module.load_state_dict(Legacy.older(wanted))
+        for name, value in wanted.items():
+            assert torch.equal(whole(module.state_dict()[name]), value), name
+        with pytest.raises(onefold.StateError, match=r"(?s)Missing key.*fused.bias.*hint: "):
+            module.load_state_dict({n: v for n, v in wanted.items() if n != "fused.bias"})
+
+    in_ranks(2, body)
+
+
+class OfOldSignature(Tower):
+    def load_state_dict(self, state_dict, strict=True):
+        own = {name.removeprefix("module."): value for name, value in state_dict.items()}
+        return super().load_state_dict(own, strict)
+
+
+@every_stage
+def test_an_override_of_load_state_dict_gets_the_arguments_of_the_caller(stage):
+    wanted = seeded(OfOldSignature, seed=5).state_dict()
+    wrapped = {f"module.{name}": value for name, value in wanted.items()}
+
+    def body(rank: int) -> None:
+        for load in (
+            lambda module: module.load_state_dict(wrapped),
+            lambda module: module.load_state_dict(wrapped, strict=True),
+            lambda module: set_model_state_dict(
+                module, dict(wanted), options=StateDictOptions(full_state_dict=True)
+            ),
+        ):
+            module, _ = ready(OfOldSignature, stage)
+            load(module)
+            assert_values(module, wanted)
+
+    in_ranks(2, body)
+
+
 @every_stage
 def test_a_submodule_saves_and_loads_its_own_state(stage):
     source = seeded(Tower, seed=5)

@@ -29,6 +29,7 @@ from onefold.checkpoint.agreement import (
 from onefold.checkpoint.archives import bytes_of
 from onefold.checkpoint.contents import config_of
 from onefold.checkpoint.directory import Draft
+from onefold.checkpoint.growing import HINT_SIZED, make_room, sized_by_modules
 from onefold.checkpoint.packed_weights import (
     is_note,
     is_offset,
@@ -243,8 +244,9 @@ class Pretrained:
         saved: dict[str, tuple[int, ...]] = {}
         tables = [p for p in model.parameters() if p.is_table] if model else []
         groups = [([p.fqn], p.slot.shape, False) for p in tables if not is_offset(p.fqn)]
+        sized = {n: s for n in sized_by_modules(module) if (s := self._saved(n)) is not None}
         for names, shape, is_wide in [*_groups_of_names(module), *groups]:
-            wanted[names[0]] = shape
+            wanted[names[0]] = sized[names[0]][0] if names[0] in sized else shape
             saved_name = next((name for name in names if name in self._files.places), None)
             if saved_name is not None:
                 saved[names[0]] = self._files.shape(saved_name)
@@ -264,6 +266,9 @@ class Pretrained:
             + [f"{name}: in the module, not in the files" for name in missing],
             hint="build the module from the config.json next to them",
         )
+        sizing = make_room(module, sized, "files")
+        refuse_mismatches(f"buffers as in {str(directory)!r}", sizing, hint=HINT_SIZED)
+        self._names |= {name: name for name in sized}
         self._notes = {offset_of(name): name for name in notes if is_note(name)}
         computed = {name for name, _ in module.named_buffers()}
         used = self._names.keys() | notes.keys() | {scales.name for scales in self._scales.values()}
@@ -271,6 +276,12 @@ class Pretrained:
         if unused:
             names = ", ".join(listed(unused))
             warnings.warn(f"not in the module, so not loaded: {names}", stacklevel=3)
+
+    def _saved(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
+        """Return shape and dtype of a tensor in the files; None where they lack it."""
+        if name not in self._files.places:
+            return None
+        return self._files.shape(name), getattr(torch, self._files.where(name)[2], torch.float32)
 
     def __contains__(self, name: str) -> bool:
         return name in self._names

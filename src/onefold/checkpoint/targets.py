@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
 from onefold.checkpoint.agreement import refuse_mismatches, shape_mismatches
+from onefold.checkpoint.growing import make_room, sized_by_modules
 from onefold.checkpoint.metadata import (
     COMPANION,
     GRAD,
@@ -100,11 +101,10 @@ class Targets:
     def _model_mismatches(self) -> list[str]:
         wanted = {p.fqn: p.shape for p in self.model.parameters()}
         wanted |= {name: tuple(value.shape) for name, value in self.model.buffers().items()}
-        saved = {
-            name.removeprefix(self._prefix): saved.shape
-            for name, saved in self.source.tensors.items()
-            if name.startswith(self._prefix)
-        }
+        saved = {name: tensor.shape for name, tensor in self._saved_tensors().items()}
+        for name in sized_by_modules(self.model.module):
+            if name in saved:
+                wanted[name] = tuple(saved[name])
         known = wanted.keys() | self.model.aliases().keys() | self.model.notes().keys()
         known |= self._elsewhere
         ours = tuple(f"{kind}." for kind in (MASTER, OPTIM, GRAD, PARTIAL, COMPANION, RANK))
@@ -116,6 +116,14 @@ class Targets:
             and name not in self._extra_paths
             and name.removeprefix(self._prefix) not in known
         ]
+
+    def _saved_tensors(self) -> dict[str, SavedTensor]:
+        """Return the tensors of the checkpoint by their names in the module."""
+        return {
+            name.removeprefix(self._prefix): saved
+            for name, saved in self.source.tensors.items()
+            if name.startswith(self._prefix)
+        }
 
     def _optimizer_mismatches(self) -> list[str]:
         if not self.model.optimizers:
@@ -180,6 +188,8 @@ class Targets:
 
     def read(self) -> None:
         """Read weights and buffers in place, gradients and optimizer states as new tensors."""
+        saved = {name: (tuple(t.shape), t.dtype) for name, t in self._saved_tensors().items()}
+        self._refuse(make_room(self.model.module, saved, "checkpoint"))
         wanted = self._tensors()
         self.source.fill({name: value for name, value in wanted.items() if value is not None})
         objects = [name for name, value in wanted.items() if value is None]

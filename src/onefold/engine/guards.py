@@ -196,21 +196,45 @@ def _cut_entries(
 
 
 def _load_state_dict(
-    alive: ReferenceType[nn.Module], state_dict: Mapping[str, Any], strict: bool = True,
-    assign: bool = False,
-) -> Any:  # fmt: skip
-    """`load_state_dict` of the sharded module itself: check names, then call torch's method."""
+    alive: ReferenceType[nn.Module], state_dict: Mapping[str, Any], *args: Any, **options: Any
+) -> Any:
+    """`load_state_dict` of the sharded module itself: check names, then call its class's method.
+
+    That gets the arguments of the caller alone: an override may know fewer. Modules that translate
+    names while they load are asked, as in torch: what fits is loaded before the others are named.
+    """
     module = alive()
     assert module is not None, "a method outlived its module"
-    if strict:
-        wanted = module.state_dict(keep_vars=True).keys()
-        missing = [name for name in wanted if name not in state_dict]
-        unexpected = [name for name in state_dict if name not in wanted]
-        if missing or unexpected:
+    wanted = "a state dict with the module's names"
+    hint = "load it with strict=False to take the entries that fit"
+    if options.get("assign") is False:  # torch's set_model_state_dict says so to every module
+        del options["assign"]
+    if args[0] if args else options.get("strict", True):
+        names = module.state_dict(keep_vars=True).keys()
+        missing = [name for name in names if name not in state_dict]
+        unexpected = [name for name in state_dict if name not in names]
+        if (missing or unexpected) and not translates(module):
             got = f"missing {missing[:5]}, unexpected {unexpected[:5]}"
-            hint = "load it with strict=False to take the entries that fit"
-            raise StateError("a state dict with the module's names", got, hint=hint)
-    return type(module).load_state_dict(module, state_dict, strict, assign)
+            raise StateError(wanted, got, hint=hint)
+    try:
+        return type(module).load_state_dict(module, state_dict, *args, **options)
+    except RuntimeError as error:
+        if type(error) is not RuntimeError or not str(error).startswith("Error(s) in loading"):
+            raise
+        raise StateError(wanted, f"these: {error}", hint=hint) from error
+
+
+def translates(module: nn.Module) -> bool:
+    """True if the module, or one inside, may change entries of a state dict while it loads."""
+    return type(module).load_state_dict is not nn.Module.load_state_dict or any(
+        sizes_buffers(part) or len(part._load_state_dict_pre_hooks) > 1  # the first is ours
+        for part in module.modules()
+    )
+
+
+def sizes_buffers(part: nn.Module) -> bool:
+    """True if the class has its own way to load, which may give buffers the size of the entry."""
+    return type(part)._load_from_state_dict is not nn.Module._load_from_state_dict
 
 
 def _fitted(name: str, parameter: UnitParameter, value: Tensor) -> Tensor:
