@@ -21,6 +21,7 @@ from onefold.engine.registry import engine_of
 from onefold.inference.pass_plan import InferenceAsk, plan_inference
 from onefold.layout.ledger import Kind
 from onefold.planner.models.gpt import GPT, GPTConfig
+from onefold.planner.models.loader import build_model, left_out
 from tests.support.commands import onefold as command
 from tests.support.ranks import run_ranks, seeded
 
@@ -171,6 +172,65 @@ def test_a_plan_traces_the_cache_of_a_model_and_its_activations(llama):
     assert made.best.batch == 4
     assert made.best.memory - made.one.memory >= 3 * 64 * made.kv_nbytes
     assert made.estimates == ()
+
+
+TINY = {"vocab_size": 256, "hidden_size": 32, "num_key_value_heads": 2, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "intermediate_size": 48, "max_position_embeddings": 128, "pad_token_id": 0}  # fmt: skip
+WINDOW = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+LATENT = {
+    "moe_intermediate_size": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
+}  # fmt: skip
+ENCODER = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "decoder_attention_heads": 2,
+           "encoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}  # fmt: skip
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.parametrize(("kind", "sizes"), [
+    ("Olmo3Config", TINY | WINDOW), ("Gemma3TextConfig", TINY | WINDOW | {"head_dim": 16}),
+    ("DeepseekV3Config", TINY | LATENT), ("BartConfig", TINY | ENCODER),
+])  # fmt: skip
+def test_a_plan_counts_the_keys_and_values_that_the_cache_holds(kind, sizes, device_type):
+    """Layers with a window, values narrower than queries, and a decoder behind an encoder."""
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, kind)(**sizes)
+    has_encoder = config.is_encoder_decoder
+    auto = transformers.AutoModelForSeq2SeqLM if has_encoder else transformers.AutoModelForCausalLM
+    model = auto.from_config(config).eval()
+    ask = InferenceAsk(
+        budget=1 << 20, rest=None, offload=None, ranks=1, device_type=device_type, context=64,
+        batch=4, memory=1 << 30,
+    )  # fmt: skip
+    made = plan_inference(model, ask)
+    assert made.estimates == ()
+    tokens = torch.ones(1, 64, dtype=torch.long)
+    more = {"decoder_input_ids": tokens} if has_encoder else {}
+    with torch.no_grad():
+        cache = model(tokens, use_cache=True, **more).past_key_values
+    parts = [cache.self_attention_cache, cache.cross_attention_cache] if has_encoder else [cache]
+    held = sum(layer.keys.nbytes + layer.values.nbytes for part in parts for layer in part.layers)
+    assert 0 <= 64 * made.kv_nbytes - held < 64
+
+
+@pytest.mark.parametrize(("config", "said"), [
+    ({"quantization_config": {"quant_method": "mxfp4"}}, "float32: quantization_config (mxfp4)"),
+    ({}, "names no dtype"),
+    ({"dtype": "bfloat16", "quantization_config": {"quant_method": "fp8"}}, "bfloat16: quant"),
+    ({"dtype": "float32", "architectures": ["GPT2DoubleHeadsModel"]}, "GPT2DoubleHeadsModel are"),
+    ({"dtype": "float32", "architectures": ["GPT2LMHeadModel"]}, None),
+])  # fmt: skip
+def test_a_plan_says_in_which_dtype_weights_count_and_what_is_left_out(tmp_path, config, said):
+    pytest.importorskip("transformers")
+    sizes = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(sizes | {"vocab_size": 256, "num_labels": 1} | config))
+    module = build_model(str(path), 64)
+    notes = left_out(str(path), module)
+    assert len(notes) == bool(said)
+    assert said is None or said in notes[0]
+    estimates = onefold.plan(str(path), cluster={"ranks": 1, "memory": 1 << 30}, seq=64).estimates
+    assert estimates == notes
 
 
 # text

@@ -280,6 +280,7 @@ def test_an_error_is_described_in_one_line_that_points_to_the_users_file():
     ('{"model_type": "gpt2", "vocab_size": 100}', "256 tokens, got 100"),
     ('{"model_type": "gpt2", "n_positions": 32}', "at most 32 tokens"),
     ('{"model_type": "nosuch"}', "causal language model"),
+    ('{"model_type": "bart"}', "has an encoder too"),
 ])  # fmt: skip
 def test_a_config_that_cannot_train_on_bytes_is_refused(tmp_path, config, message):
     pytest.importorskip("transformers")

@@ -70,11 +70,12 @@ class InferencePlan:
     numel: int
     held: PassBytes
     num_stay: int
-    kv_nbytes: int  # a token of one sequence
+    kv_nbytes: int  # a token of one sequence, on average over the context
     one: BatchPlan
     best: BatchPlan
     missing: dict[str, int]  # bytes that are short, by place
     estimates: tuple[str, ...]
+    is_traced: bool
 
     @property
     def fits(self) -> bool:
@@ -115,13 +116,15 @@ def plan_inference(module: nn.Module, ask: InferenceAsk) -> InferencePlan:
     if step.cache_nbytes == 0:  # without a cache a pass computes the whole context again
         step = prompt
     held = pass_bytes(recipe, step.uses)
-    planner = _Batches(ask, recipe, held, prompt, step)
+    has_encoder = bool(_of_a_decoder(module, torch.empty(1, 1), is_step=False))
+    planner = _Batches(ask, recipe, held, prompt, step, has_encoder=has_encoder)
     single = planner.at(1)
     best = planner.at(ask.batch) if ask.batch else single if estimates else planner.best()
     return InferencePlan(
         ask, recipe, sum(p.numel() for p in module.parameters()), held,
         sum(unit.stays for unit in recipe.units), planner.kv_nbytes, single,
         best, planner.missing(single if ask.batch is None else best), estimates,
+        is_traced=not estimates,
     )  # fmt: skip
 
 
@@ -157,11 +160,14 @@ class _Batches:
 
     def __init__(
         self, ask: InferenceAsk, recipe: Recipe, held: PassBytes, prompt: ForwardTrace,
-        step: ForwardTrace,
+        step: ForwardTrace, *, has_encoder: bool,
     ) -> None:  # fmt: skip
         self._ask, self._recipe, self._held, self._step = ask, recipe, held, step
         self._prompt_peak = prompt.peak
-        self.kv_nbytes = step.cache_nbytes
+        self._cache = step.cache_nbytes * ask.context
+        if not has_encoder:  # of the prompt; layers with a window keep its last tokens
+            self._cache = min(self._cache, prompt.cache_nbytes)
+        self.kv_nbytes = -(-self._cache // ask.context)
         used = {use.unit for use in step.uses}
         self._computed = sum(
             unit.decoded + (unit.unsharded or unit.weight)
@@ -206,10 +212,9 @@ class _Batches:
 
     def _memory(self, batch: int) -> int:
         """Weights, keys and values, and the activations of one prompt or of a step of all."""
-        cache = self.kv_nbytes * self._ask.context * batch
-        own_cache = self.kv_nbytes * self._ask.context  # the prompt's trace holds it as well
-        working = max(0, self._prompt_peak - own_cache, batch * self._step.peak)
-        return self._held.peak + cache + working
+        cache = self._cache * batch
+        working = max(0, self._prompt_peak - self._cache, batch * self._step.peak)
+        return self._held.peak + cache + working  # the prompt's trace holds its cache as well
 
     def _seconds(self, batch: int) -> tuple[float, str]:
         """Return the seconds of a pass, and its longest part; 0 without a machine."""
@@ -217,7 +222,7 @@ class _Batches:
         if machine is None:
             return 0.0, ""
         work, efficiency = self._step.work, machine.efficiency
-        cache = self.kv_nbytes * self._ask.context * batch
+        cache = self._cache * batch
         traffic = self._computed + cache + batch * work.nbytes
         flops = batch * (work.flops + work.attention_flops)
         parts = {

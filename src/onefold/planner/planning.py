@@ -25,7 +25,7 @@ from onefold.planner.clusters import (
     recipe_of,
 )
 from onefold.planner.memory import OFFLOADS, WAYS, estimated
-from onefold.planner.models.loader import named_model
+from onefold.planner.models.loader import left_out, named_model
 from onefold.planner.planned_axes import Anatomy, ModelAxes, check_counts
 from onefold.planner.result import Plan
 from onefold.planner.search import Candidate, Row, Search, best_of, candidates, lossy, nearest
@@ -104,6 +104,8 @@ def plan(  # noqa: PLR0913 - the contract
 
     is_open, least = batch == "auto" or bool(mixed), 1 if mixed else rows
     exact, first, two, estimates = _traces(module, recipe, seq, least, is_open=is_open)
+    if not isinstance(module_or_config, nn.Module):
+        estimates += left_out(name, module)
     anatomy = Anatomy()
     if axes.are_used:
         anatomy = Anatomy.of(module, first.units)

@@ -165,7 +165,7 @@ class Storages(TorchDispatchMode):
         known = None if key is None else self._cache.recall(key)
         if known is not None:
             for tensor in known[0] if type(known[0]) is tuple else known[:1]:
-                self._count(tensor, func)
+                self._count(tensor, func, args)
             return known
         out = func(*args, **kwargs)
         tensors = (t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor))
@@ -174,20 +174,20 @@ class Storages(TorchDispatchMode):
             if not isinstance(tensor, Tensor):
                 continue
             if not may_alias or tensor.untyped_storage()._cdata not in inputs:
-                self._count(tensor, func)
+                self._count(tensor, func, args)
         work = work_of_call(func, args, kwargs, out)
         if key is not None:
             self._cache.keep(key, inputs, out, work)
         return out, work
 
-    def _count(self, tensor: Tensor, func: Any) -> None:
+    def _count(self, tensor: Tensor, func: Any, args: tuple[Any, ...]) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._alive:
             return
         nbytes, is_logits = storage.nbytes(), self._is_loss
         if nbytes <= 8:
-            self._scalars[key] = func._overloadpacket.__name__
+            self._scalars[key] = self._origin(func._overloadpacket.__name__, args)
 
         def gone(_: object) -> None:
             if self._alive.pop(key, None) is not None:
@@ -200,6 +200,16 @@ class Storages(TorchDispatchMode):
         self._logits += nbytes if is_logits else 0
         if self.now > self._peak:
             self._peak, self._peak_logits = self.now, self._logits
+
+    def _origin(self, name: str, args: tuple[Any, ...]) -> str:
+        """Name the operation; `mask.sum() == mask.numel()`, as transformers asks, is `all`."""
+        first = args[0] if args and isinstance(args[0], Tensor) else None
+        if name == "sum" and first is not None and first.dtype is torch.bool:
+            return f"sum of {first.numel()}"
+        if name == "eq" and first is not None:
+            asked = self._scalars.get(first.untyped_storage()._cdata)
+            return "all" if asked == f"sum of {args[1]}" else name
+        return name
 
     def _guess(self, tensor: Tensor) -> bool:
         """Answer a question that models ask of masks and of overflow: nothing is out of order.
@@ -278,7 +288,8 @@ class _Kernels(TorchFunctionMode):
         query, mask = attention["query"], attention.get("attn_mask")
         if not query.is_meta or query.dim() != 4:
             return False
-        if self._device_type == "cpu" and attention.get("dropout_p", 0.0) > 0:
+        is_wider = query.shape[-1] != attention["value"].shape[-1]
+        if self._device_type == "cpu" and (is_wider or attention.get("dropout_p", 0.0) > 0):
             return False
         return mask is None or not mask.requires_grad
 
@@ -287,7 +298,11 @@ def _fused_attention(attention: dict[str, Any]) -> Tensor:
     query, mask = attention["query"], attention.get("attn_mask")
     if mask is not None and mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype)
+    value: Tensor = attention["value"]
+    width = value.shape[-1]
+    if width < query.shape[-1]:  # multi-head latent attention; the kernel's values are as wide
+        value = F.pad(value, (0, query.shape[-1] - width))
     return ATEN._scaled_dot_product_flash_attention_for_cpu(
-        query, attention["key"], attention["value"], 0.0, attention.get("is_causal", False),
+        query, attention["key"], value, 0.0, attention.get("is_causal", False),
         attn_mask=mask, scale=attention.get("scale"),
-    )[0]  # fmt: skip
+    )[0][..., :width]  # fmt: skip

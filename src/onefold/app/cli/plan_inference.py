@@ -54,6 +54,7 @@ def run_inference(arguments: argparse.Namespace, cluster: Cluster) -> int:
     with no_garbage():
         from onefold.app.generate.sources import opened, skeleton
         from onefold.inference.pass_plan import plan_inference
+        from onefold.planner.models.loader import left_out
 
     requests = _requests(arguments, cluster)
     with opened(arguments.model) as source:
@@ -72,6 +73,9 @@ def run_inference(arguments: argparse.Namespace, cluster: Cluster) -> int:
         if plan.fits:
             break
     assert plan is not None, "the last request was planned, or has raised"
+    if source.config is not None:
+        notes = left_out(str(source.config), module)
+        plan = replace(plan, estimates=(*plan.estimates, *notes))
     print_result(arguments, as_dict(plan, source.name), as_text(plan, source.name))
     return 0 if plan.fits else 2
 
@@ -159,6 +163,7 @@ def as_text(plan: InferencePlan, name: str) -> Iterator[str]:
         ("a pass reads", f"{read}{', on each rank' if ask.ranks > 1 else ''}"),
         ("weights hold", f"{format_bytes(held.peak)} at the peak"),
         ("KV cache", f"{format_bytes(plan.kv_nbytes)} a token" if plan.kv_nbytes else
+         "not known, and not counted" if not plan.is_traced else
          "none: a pass computes the whole context again"),
     ]  # fmt: skip
     yield from (line for row in facts for line in wrapped(f"{row[0]:14}{row[1]}", " " * 14))

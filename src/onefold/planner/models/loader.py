@@ -220,6 +220,36 @@ def _check_numbers(model: str, seq: int) -> None:
         raise ConfigError(what, f"--seq {seq}", hint=hint)
 
 
+def left_out(model: str, module: nn.Module) -> tuple[str, ...]:
+    """Say what a plan of `module`, built from the configuration `model`, does not count."""
+    if not _is_config(model) or model in published():
+        return ()
+    path = _config_path(model)
+    config, dtype = check_config(path), str(next(module.parameters()).dtype)
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    counted = f"weights are counted in {dtype.removeprefix('torch.')}"
+    notes: list[str] = []
+    if isinstance(quantized := config.get("quantization_config"), dict):
+        method = quantized.get("quant_method", "without a quant_method")
+        notes.append(f"{counted}: quantization_config ({method}) is not planned")
+    elif not any(part.get("dtype") or part.get("torch_dtype") for part in parts):
+        notes.append(f"{counted}, as {path.name} names no dtype; its files may have another one")
+    import transformers
+
+    kind: Any = getattr(transformers, str((config.get("architectures") or [""])[0]), type(module))
+    if kind is not type(module):
+        whole_config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+        with torch.device("meta"):
+            whole = kind(whole_config)
+        mine, all_of_it = (sum(p.numel() for p in m.parameters()) for m in (module, whole))
+        if mine < all_of_it:
+            notes.append(
+                f"{all_of_it - mine:,} of the {all_of_it:,} parameters of {kind.__name__} are left "
+                f"out: this is the {type(module).__name__} in it"
+            )
+    return tuple(notes)
+
+
 def _from_config(model: str, seq: int) -> nn.Module:
     _check_numbers(model, seq)
     try:
@@ -229,6 +259,8 @@ def _from_config(model: str, seq: int) -> nn.Module:
             config = AutoConfig.from_pretrained(
                 _config_path(model), local_files_only=True, trust_remote_code=False
             )
+            if config.is_encoder_decoder:
+                raise TypeError(f"{config.model_type} has an encoder too, and takes two texts")
             config.use_cache = False
             return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:
