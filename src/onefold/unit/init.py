@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -154,7 +154,7 @@ class _Rules:
         if rule is not None:
             rule()
         elif callable(by_module := getattr(module, "_init_weights", None)):
-            module.apply(by_module)
+            module.apply(cast("Any", by_module))
 
     def complete(self, module: nn.Module) -> None:
         """Set what no rule has set as the constructor of a model does."""
