@@ -2,16 +2,19 @@
 
     pip install --target DIR --no-deps pytorch_optimizer lion-pytorch schedulefree torchao \
         prodigyopt dadaptation
-    PYTHONPATH=DIR python benchmarks/optimizers.py [--only NAME ...]
+    PYTHONPATH=DIR python benchmarks/optimizers.py [--only NAME ...] [--resumes]
 
 Each class trains a small model in plain torch, and the same with Onefold at stages 0 to 3 in one
 process and on two ranks (threads), and with `offload="cpu"`. All ranks read the same batch, so that
 gradients are bitwise those of plain torch. A run is "right" if every weight went as far as in plain
 torch, to 1e-3 of the largest change of its parameter: Newton-Schulz and fused kernels round
 otherwise. Each draw of random numbers in a step begins from the same seed, so classes that draw
-can be compared. Classes coupled by sums keep their sums in fp64 (torch's default dtype): rounded to
-fp32, they depend on the order of the parameters, and the table of results says how much. A class
-that wraps an optimizer is built after `shard`.
+can be compared. "Saves and resumes": two ranks train half of the steps and save, at stage 3 if
+that is right, else at stage 0; three ranks load into a module of other values and train the rest.
+The weights are compared with those of plain torch without a pause. With `--resumes` only this is
+run, and added to the newest results. Classes coupled by sums keep their sums in fp64 (torch's
+default dtype): rounded to fp32, they depend on the order of the parameters, and the table of
+results says how much. A class that wraps an optimizer is built after `shard`.
 
 The result is a file in `results`, and the table in docs/reference/optimizers.md.
 """
@@ -23,10 +26,12 @@ import importlib
 import inspect
 import json
 import sys
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -176,7 +181,21 @@ class Reversed(nn.Module):
         return iter(list(self.module.parameters(recurse))[::-1])
 
 
-def train(way: Way, choices: dict[str, Any] | None, *, is_reversed: bool = False) -> list[Tensor]:
+@dataclass(frozen=True)
+class Part:
+    """The steps of a run that is saved, or loaded: where its checkpoint lies, and how many."""
+
+    saves: Path | None = None
+    loads: Path | None = None
+    steps: int = STEPS
+
+
+WHOLE = Part()
+
+
+def train(
+    way: Way, choices: dict[str, Any] | None, *, is_reversed: bool = False, part: Part = WHOLE
+) -> list[Tensor]:
     """Return each weight and its change after some steps, and in evaluation where that differs."""
     word, has_vectors, make = way
     dtype = torch.float32 if word == "float" else torch.float64
@@ -187,14 +206,31 @@ def train(way: Way, choices: dict[str, Any] | None, *, is_reversed: bool = False
 
     module, optimizer = seeded(built)  # together: some optimizers draw when they are built
     start = [p.detach().clone() for p in module.parameters()]
+    if part.loads:
+        module, optimizer = seeded(built, seed=1)
     act = {name: getattr(optimizer, name, None) for name in ("train", "eval")}
     if choices is not None:
         is_around = wrapped_by(optimizer) is not None
         onefold.shard(module, None if is_around else optimizer, **choices)
         optimizer = make(module) if is_around else optimizer  # it may gather: no lock
         act = {name: getattr(optimizer, name, None) for name in act}
+    if part.loads:
+        onefold.load(part.loads, module, optimizer)
     if callable(act["train"]):
         act["train"]()
+    run_steps(word, module, optimizer, part.steps)
+    if part.saves:
+        onefold.save(part.saves, module, optimizer)
+    moved = [now - before for now, before in zip(values(module, choices), start, strict=True)]
+    if callable(act["eval"]):
+        act["eval"]()
+        moved += [n - b for n, b in zip(values(module, choices), start, strict=True)]
+    return moved
+
+
+def run_steps(word: str, module: nn.Module, optimizer: Any, count: int) -> None:
+    """Train on one batch, as the `word` of a way says."""
+    dtype = next(module.parameters()).dtype
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
 
     @torch.enable_grad()
@@ -208,18 +244,13 @@ def train(way: Way, choices: dict[str, Any] | None, *, is_reversed: bool = False
         return (None, loss.detach()) if word == "pair" else loss.detach()
 
     closures: list[Any] = [closure] if word in ("closure", "base", "pair") else []
-    for _ in range(STEPS):
+    for _ in range(count):
         if word not in ("closure", "pair"):
             closure()
         if word == "fused":
             continue
         with SameDraws():
             optimizer.step(*closures)
-    moved = [now - before for now, before in zip(values(module, choices), start, strict=True)]
-    if callable(act["eval"]):
-        act["eval"]()
-        moved += [n - b for n, b in zip(values(module, choices), start, strict=True)]
-    return moved
 
 
 def stepper(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -249,6 +280,25 @@ def compare(way: Way, name: str, wanted: list[Tensor], *, sends: bool) -> str:
     return "right" if worst < TOLERANCE else f"wrong: {worst:.2g}"
 
 
+def resumes(way: Way, runs: dict[str, str], wanted: list[Tensor]) -> str:
+    """Return "right" if a run goes on from its checkpoint, or what it came to instead."""
+    stage = next((s for s in (3, 0) if runs[f"stage {s}"] == "right"), None)
+    if stage is None:
+        return ""
+    with tempfile.TemporaryDirectory() as folder:
+        saved, choices = Path(folder) / "saved", {"stage": stage}
+        before, after = Part(saves=saved, steps=STEPS // 2), Part(loads=saved, steps=STEPS // 2)
+        try:
+            run_ranks(2, lambda _: train(way, choices, part=before))
+            ranks = run_ranks(3, lambda _: train(way, choices, part=after))
+        except OnefoldError as error:
+            return f"refused: {error}"
+        except Exception as error:  # the table says which
+            return f"error: {type(error).__name__}: {error}"
+    worst = max(distance(moved, wanted) for moved in ranks)
+    return "right" if worst < TOLERANCE else f"wrong: {worst:.2g}"
+
+
 def distance(moved: list[Tensor], wanted: list[Tensor]) -> float:
     """The largest difference, relative to the largest change of its parameter."""
     return max(
@@ -257,8 +307,13 @@ def distance(moved: list[Tensor], wanted: list[Tensor]) -> float:
     )
 
 
-def measure(kind: type[torch.optim.Optimizer]) -> dict[str, Any]:
-    """Train with a class in plain torch in the first way that works, then in every run."""
+def measure(
+    kind: type[torch.optim.Optimizer], known: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Train with a class in plain torch in the first way that works, then in every run.
+
+    With the runs that are `known`, only resume.
+    """
     problem = ""
     for way in ways(kind):
         try:
@@ -270,8 +325,11 @@ def measure(kind: type[torch.optim.Optimizer]) -> dict[str, Any]:
             problem = "not finite in plain torch"
             continue
         with sums_in(torch.float64 if behaviour.adds else torch.float32):
-            runs = {n: compare(way, n, wanted, sends=bool(behaviour.sends)) for n in RUNS}
+            sends = bool(behaviour.sends)
+            runs = known or {n: compare(way, n, wanted, sends=sends) for n in RUNS}
+            resumed = "the inner one" if inner else resumes(way, runs, wanted)
         result = {"way": way[0], "behaviour": inner + word_of(behaviour), "runs": runs}
+        result["resumes"] = resumed
         return {**result, "by_order": by_order(way)} if behaviour.adds else result
     skipped = problem.splitlines()[0][:160] if problem else "cannot be built"
     return {"skipped": skipped, "refused": refusal_of(kind)}
@@ -342,13 +400,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--only", nargs="*", default=[], help="parts of names of classes")
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--resumes", action="store_true", help="resume; all else as measured last")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    newest = max(RESULTS.glob("*-optimizers.json"))
+    known = json.loads(newest.read_text())["classes"] if arguments.resumes else {}
     results: dict[str, Any] = {}
     for name, kind in classes():
+        runs = known.get(name, {}).get("runs")
         if not arguments.only or any(part in name for part in arguments.only):
-            results[name] = measure(kind)
+            results[name] = measure(kind, runs) if runs or not known else known[name]
             print(name, line_of(results[name]), flush=True)
             if not arguments.only:
                 write(results, arguments.results)
@@ -365,25 +427,29 @@ def write(results: dict[str, Any], folder: Path) -> None:
 def line_of(result: dict[str, Any]) -> str:
     if "runs" not in result:
         return f"skipped: {result['skipped']}"
-    words = [f"{n}: {v[:150]}" for n, v in result["runs"].items() if v != "right"]
+    runs = result["runs"] | {"resumes": result["resumes"]}
+    words = [f"{n}: {v[:150]}" for n, v in runs.items() if v != "right"]
     return " | ".join([result["behaviour"], result["way"], *words])
 
 
 def table(results: dict[str, Any]) -> list[str]:
     """Return a row for each class; runs that are not right show what they came to."""
-    head = "| class | runs as | stages 0, 1, 2, 3 | one process | offload |"
-    lines = [head, "|---|---|---|---|---|"]
+    head = "| class | runs as | stages 0, 1, 2, 3 | one process | offload | saves and resumes |"
+    lines = [head, "|---|---|---|---|---|---|"]
     for name, result in results.items():
         if "runs" not in result:
             why = result["skipped"].replace("|", " ")
             every = (
-                ", ".join(["refused"] * 4) + " | refused | refused" if result["refused"] else " | |"
+                ", ".join(["refused"] * 4) + " | refused | refused |"
+                if result["refused"]
+                else " | | |"
             )
             lines.append(f"| `{name}` | not run: {why} | {every} |")
             continue
         words = {run: value.split(":")[0] for run, value in result["runs"].items()}
         stages = ", ".join(words[f"stage {stage}"] for stage in range(4))
         cells = [f"`{name}`", result["behaviour"], stages, words["one process"], words["offload"]]
+        cells.append(result.get("resumes", "").split(":")[0])
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
