@@ -6,6 +6,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ pl = pytest.importorskip("lightning.pytorch")
 
 from lightning.fabric import Fabric  # noqa: E402
 from lightning.pytorch.callbacks import (  # noqa: E402
+    BackboneFinetuning,
     EarlyStopping,
     ModelCheckpoint,
     OnExceptionCheckpoint,
@@ -835,3 +837,37 @@ def test_ranks_of_a_launcher_that_lightning_does_not_know_never_train_apart(monk
             Sharding().apply(None, nn.Linear(4, 4), [], None)
 
     run_ranks(2, body)
+
+
+class Thawing(Net):
+    """A net whose backbone is trained from the second epoch on."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.backbone = self.blocks
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW([self.scale], lr=1e-2)
+
+
+def _resumes_past_a_thaw(folder: Path) -> None:
+    runs = []
+    for name, strategy in (("ddp", ddp), *((str(s), partial(Strategy, stage=s)) for s in (0, 3))):
+        losses = list[float]()
+        for epochs, path in ((2, None), (3, folder / name / "last.ckpt")):
+            thaw = BackboneFinetuning(1, backbone_initial_ratio_lr=0.5, verbose=False)
+            saved = saving(folder / name / str(epochs) if path else folder / name, save_last=True)
+            options = {"enable_checkpointing": True, "callbacks": [thaw, saved]}
+            module = made(Thawing)
+            one = trainer(strategy(), max_epochs=epochs, num_sanity_val_steps=0, **options)
+            one.fit(module, loader(), loader(8), ckpt_path=path)
+            losses += module.losses
+        assert len(one.optimizers[0].param_groups) == 2
+        runs.append(losses)
+    for losses in runs[1:]:
+        torch.testing.assert_close(losses, runs[0], rtol=1e-5, atol=0)
+
+
+def test_a_run_is_resumed_past_the_epoch_that_thawed_its_backbone_as_by_lightning(tmp_path):
+    """Its callback rebuilds the param groups; lightning 2.6 leaves the backbone frozen then."""
+    on_ranks(1, _resumes_past_a_thaw, tmp_path)

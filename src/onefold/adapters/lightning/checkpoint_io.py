@@ -16,7 +16,7 @@ import io
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -64,22 +64,30 @@ def write(
 
 
 def read(
-    path: Path, module: nn.Module, optimizers: Sequence[Optimizer], *, weights_only: bool | None
-) -> dict[str, Any]:
+    path: Path, module: nn.Module, optimizers: Sequence[Optimizer], *, weights_only: bool | None,
+    prepare: Callable[[dict[str, Any]], None] = lambda _: None,
+) -> dict[str, Any]:  # fmt: skip
     """Load a sharded module and its optimizers, if any, in place; return the rest. A collective.
 
     The directory may be of any number of ranks and stage. `weights_only`: see `torch.load`, of the
-    rest alone. Raises `CheckpointError` on every rank.
+    rest alone. `prepare` gets the rest before anything is loaded. Raises `CheckpointError` on every
+    rank.
     """
     group = engine_of(module).group
     draft = _beside(path, "new")
     source = draft if draft.exists() and not path.exists() else path
-    extra = load(source, module, list(optimizers) or None)
-    mine = extra.get(_KEY) if isinstance(extra, dict) else None
-    packed = group.gather(mine)[0]  # of rank 0
-    if not isinstance(packed, bytes):
-        raise _of_another(path)
-    return torch.load(io.BytesIO(packed), map_location="cpu", weights_only=weights_only)
+
+    def own() -> bytes:
+        extra = open_source(find(source.absolute())[0]).rank_state(0).get("extra")
+        if not isinstance(extra, dict) or not isinstance(extra.get(_KEY), bytes):
+            raise _of_another(path)
+        return extra[_KEY]
+
+    packed = io.BytesIO(first(group, own))
+    rest = torch.load(packed, map_location="cpu", weights_only=weights_only)
+    prepare(rest)
+    load(source, module, list(optimizers) or None)
+    return rest
 
 
 def as_file(path: str | os.PathLike[str], *, weights_only: bool | None = None) -> IO[bytes]:

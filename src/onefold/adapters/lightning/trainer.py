@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,11 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -295,8 +300,22 @@ class TrainerStrategy(DDPStrategy):
             return super().load_checkpoint(path, weights_only=weights_only)
         fits = self._module.trainer.state.fn == TrainerFn.FITTING
         optimizers = self._real_optimizers() if fits else []
-        rest = checkpoints.read(path, self._module, optimizers, weights_only=weights_only)
+        rest = checkpoints.read(
+            path, self._module, optimizers, weights_only=weights_only,
+            prepare=self._restore_groups if fits else lambda _: None,
+        )  # fmt: skip
         return rest | {"state_dict": self._module.state_dict()}  # hooks of the module look at it
+
+    def _restore_groups(self, rest: dict[str, Any]) -> None:
+        """Let callbacks that thaw parts rebuild the param groups of the run that was saved.
+
+        Where ranks load after `setup`, Lightning restores callbacks too late for that.
+        """
+        trainer, states = self._module.trainer, rest.get("callbacks", {})
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, BaseFinetuning) and callback.state_key in states:
+                callback.load_state_dict(deepcopy(states[callback.state_key]))
+                callback.on_fit_start(trainer, self._module)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights of a single file; those of a directory are there already."""
