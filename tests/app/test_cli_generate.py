@@ -175,7 +175,8 @@ def test_a_plan_traces_the_cache_of_a_model_and_its_activations(llama):
 
 
 TINY = {"vocab_size": 256, "hidden_size": 32, "num_key_value_heads": 2, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "intermediate_size": 48, "max_position_embeddings": 128, "pad_token_id": 0}  # fmt: skip
+        "num_attention_heads": 2, "intermediate_size": 48, "max_position_embeddings": 128,
+        "pad_token_id": 0}  # fmt: skip
 WINDOW = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
 LATENT = {
     "moe_intermediate_size": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
