@@ -321,3 +321,15 @@ def _own(optimizers: Iterable[Any], engine: Engine) -> list[Any]:
             id(t) in engine.by_sharded for group in optimizer.param_groups for t in group["params"]
         )
     ]
+
+
+def restore_group(group: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Give a param group its saved hyper-parameters; a tensor keeps its identity."""
+    for key, value in saved.items():
+        if key == "params":
+            continue
+        now = group.get(key)
+        if isinstance(now, Tensor):
+            now.fill_(value) if not isinstance(value, Tensor) else now.copy_(value)
+        else:
+            group[key] = value.item() if isinstance(value, Tensor) and now is not None else value

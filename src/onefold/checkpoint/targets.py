@@ -25,7 +25,7 @@ from onefold.checkpoint.metadata import (
     SavedTensor,
 )
 from onefold.checkpoint.source import Source
-from onefold.checkpoint.stages import ShardedModel
+from onefold.checkpoint.stages import ShardedModel, restore_group
 from onefold.checkpoint.typed_keys import as_keys
 from onefold.engine.joining import bind
 from onefold.engine.optimizer import OptimizerBinding
@@ -368,7 +368,7 @@ class Targets:
 
     def _restore_optimizers(self) -> None:
         for group, saved in zip(self.model.groups(), self._saved_groups, strict=False):
-            _restore_group(group, as_keys(saved, self._stepped.get))
+            restore_group(group, as_keys(saved, self._stepped.get))
         states = _nested(self._values, self._states)
         for optimizer in self.model.optimizers:
             for parameter in self.model.stepped_by(optimizer):
@@ -412,14 +412,3 @@ def _nested(values: dict[str, Any], paths: dict[str, Keys]) -> dict[str, Any]:
     """Return the values that have a path, in nested containers as they were saved."""
     own = {name: path for name, path in paths.items() if name in values}
     return unflatten_state_dict({name: values[name] for name in own}, own)
-
-
-def _restore_group(group: dict[str, Any], saved: dict[str, Any]) -> None:
-    for key, value in saved.items():
-        if key == "params":
-            continue
-        now = group.get(key)
-        if isinstance(now, Tensor):
-            now.fill_(value) if not isinstance(value, Tensor) else now.copy_(value)
-        else:
-            group[key] = value.item() if isinstance(value, Tensor) and now is not None else value

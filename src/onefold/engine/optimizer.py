@@ -14,7 +14,6 @@ like the parameter, so state dicts, schedulers and checkpoints see ordinary per-
 from __future__ import annotations
 
 import operator
-import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -40,7 +39,7 @@ from onefold.engine.optimizer_state import (
     state_nbytes,
     stepped_state,
 )
-from onefold.engine.precision import are_gradients_finite
+from onefold.engine.precision import is_step_sound
 from onefold.engine.rules import Rule, State, may_fuse, rule_of, same_entry, whole_matrices
 from onefold.engine.swaps import watch_swaps
 from onefold.errors import StateError
@@ -205,7 +204,7 @@ class OptimizerBinding:
             engine.before_step(self)
         self._import_changed(optimizer)
         self._look_again(optimizer)
-        is_sound = self._is_sound()
+        is_sound = is_step_sound(self.engines)
         groups: list[list[UnitParameter]] = []
         foreign: list[list[Tensor]] = []
         for group in optimizer.param_groups:
@@ -265,29 +264,6 @@ class OptimizerBinding:
                     got = f"frozen ones alone; no optimizer holds {parameter.fqn!r}"
                     hint = "build the optimizer after adapters were added"
                     raise StateError(wanted, got, where=f"rank {engine.group.rank}", hint=hint)
-
-    def _is_sound(self) -> bool:
-        """False if quantized gradients are not finite on some rank: no rank steps. A collective.
-
-        Quantization may hide that a gradient was not finite, so a loss scale might miss it. Exact
-        messages are not checked: gradients are as in plain PyTorch.
-        """
-        quantized = [
-            engine for engine in self.engines
-            if engine.context.routes.rounds_gradients
-            or (engine.pipeline is not None and engine.pipeline.rounds)
-        ]  # fmt: skip
-        unsound = [engine for engine in quantized if not are_gradients_finite(engine)]
-        for engine in unsound:
-            engine.ledger.skip_step()
-            if engine.group.rank == 0:
-                warnings.warn(
-                    f"step {engine.ledger.steps + 1} is skipped on every rank: gradients are not "
-                    "finite on at least one",
-                    RuntimeWarning,
-                    stacklevel=5,
-                )
-        return not unsound
 
     @torch._disable_dynamo
     def after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: State) -> None:

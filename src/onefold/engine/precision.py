@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -135,6 +136,30 @@ def are_gradients_finite(engine: Engine) -> bool:
     for unit in engine.units if not is_finite else ():
         unit.gradient.reduction.feedback.forget(unit.parameters)
     return bool(is_finite)
+
+
+def is_step_sound(engines: Iterable[Engine]) -> bool:
+    """Return False if quantized gradients are not finite on some rank: no rank steps. A collective.
+
+    Quantization may hide that a gradient was not finite, so a loss scale might miss it. Exact
+    messages are not checked: gradients are as in plain PyTorch.
+    """
+    quantized = [
+        engine for engine in engines
+        if engine.context.routes.rounds_gradients
+        or (engine.pipeline is not None and engine.pipeline.rounds)
+    ]  # fmt: skip
+    unsound = [engine for engine in quantized if not are_gradients_finite(engine)]
+    for engine in unsound:
+        engine.ledger.skip_step()
+        if engine.group.rank == 0:
+            warnings.warn(
+                f"step {engine.ledger.steps + 1} is skipped on every rank: gradients are not "
+                "finite on at least one",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+    return not unsound
 
 
 def _overflow(engines: Iterable[Engine], axis: Group | None = None, label: str = VOTE) -> Tensor:

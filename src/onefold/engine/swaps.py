@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from onefold.engine.probe import acts_outside
 from onefold.engine.engine import Engine
+from onefold.engine.probe import acts_outside
 from onefold.engine.rules import State
 from onefold.layout.model_axes import local_of
 from onefold.unit.parameter import UnitParameter
