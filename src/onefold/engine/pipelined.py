@@ -11,14 +11,11 @@ from collections.abc import Iterator, MutableMapping, MutableSet
 from dataclasses import dataclass, field
 from functools import cache
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from onefold.engine.policy import Policy
 from onefold.wire.collectives import Group
-
-if TYPE_CHECKING:
-    from onefold.engine.engine import Engine
 
 STAGES = "torch.distributed.pipelining.stage"
 SCHEDULES = "torch.distributed.pipelining.schedules"
@@ -34,7 +31,7 @@ class Pipeline:
     """The pipeline axis, and how many stages this rank has in it.
 
     Attributes:
-        engines: those of this rank's stages, also of stages without parameters.
+        engines: those of this rank's stages, also of stages without parameters; each knows this.
         places: the ranks of the axis and their stages, in words.
         steppers: the ranks with parameters, whose optimizers step together.
         scalers: these, and the rank of the last stage, whose loss is scaled.
@@ -44,12 +41,12 @@ class Pipeline:
 
     group: Group
     num_stages: int
-    engines: MutableSet[Engine] = field(default_factory=WeakSet)
+    engines: MutableSet[Any] = field(default_factory=WeakSet)
     places: str = ""
     steppers: Group | None = None
     scalers: Group | None = None
     rounds: bool = False
-    verdicts: MutableMapping[Engine, bool] = field(default_factory=WeakKeyDictionary)
+    verdicts: MutableMapping[object, bool] = field(default_factory=WeakKeyDictionary)
 
     @property
     def has_parts(self) -> bool:
