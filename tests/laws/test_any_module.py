@@ -10,6 +10,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -2172,6 +2173,65 @@ def test_a_functional_call_with_the_modules_own_parameters_trains(world_size):
         return of
 
     law_1(world_size, training(Tower, loss))
+
+
+class Hyper(nn.Module):
+    """Computes weights of a block by another module, and calls the block with them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.block, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        weights = {name: p * self.scale for name, p in self.block.named_parameters()}
+        return self.last(torch.func.functional_call(self.block, weights, (self.first(x),)))
+
+
+@every_world
+def test_computed_weights_work_in_one_unit_and_elsewhere_the_error_says_so(world_size):
+    law_1(world_size, training(Hyper, units=[]))
+
+    def body(rank, stage):
+        module = onefold.shard(seeded(Hyper), stage=stage, units=lambda module: True)
+        with pytest.raises(
+            onefold.StateError, match=r"(?s)computed values in its place.*units=\[\]"
+        ):
+            module(rows()[0])
+
+    for stage in (0, 3):
+        run_ranks(world_size, body, stage)
+
+
+READERS = {
+    "numpy": lambda weight: weight.detach().numpy(),
+    "array": lambda weight: np.asarray(weight.data),
+    "dlpack": lambda weight: torch.from_dlpack(weight.detach()),
+}
+
+
+@pytest.mark.parametrize("how", READERS)
+def test_a_weight_can_be_read_through_memory_that_numpy_shares(how):
+    """numpy keeps the bytes of a storage from being freed; DTensor has none for DLPack."""
+
+    def script(process: Process) -> None:
+        module, optimizer = process.ready(Tower)
+        seen = list[Tensor]()
+
+        def look(part, *_):
+            seen.append(torch.tensor(READERS[how](part.weight).std().item()))
+
+        module.last.register_forward_pre_hook(look)
+        module.first.register_forward_hook(look)
+        for index, batch in enumerate(rows()):
+            process.mean(squared(module), batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            look(module.first)
+            process.note(f"{index}", torch.stack(seen[-1:]))
+        process.note_weights(module)
+
+    law_1(3, script)
 
 
 # narrower compute

@@ -159,10 +159,16 @@ class Resizable(Allocation):
         self._nbytes = self.tensor.nbytes
 
     def release(self) -> None:
-        self.tensor.untyped_storage().resize_(0)
+        self._resize(0)
 
     def restore(self) -> None:
-        self.tensor.untyped_storage().resize_(self._nbytes)
+        self._resize(self._nbytes)
+
+    def _resize(self, nbytes: int) -> None:
+        """Keep bytes that others hold as well: `Tensor.numpy()` shares them for good."""
+        storage = self.tensor.untyped_storage()
+        if storage.resizable():
+            storage.resize_(nbytes)
 
 
 class InRing(Resizable):

@@ -90,7 +90,7 @@ def is_view(func: Callable[..., Any]) -> bool:
 
 READS = {
     Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__float__, Tensor.__int__, Tensor.__bool__,
-    Tensor.__index__, Tensor.__complex__, Tensor.__format__, Tensor.__array__,
+    Tensor.__index__, Tensor.__complex__, Tensor.__format__, Tensor.__array__, Tensor.__dlpack__,
 }  # fmt: skip
 """They read numbers of the whole tensor."""
 

@@ -32,6 +32,11 @@ TOUCHED = Refusal(
     "move, cast and resize a module before onefold.shard; "
     "edit values inside `with onefold.unsharded(module, writeback=True):`",
 )
+COMPUTED = Refusal(
+    "parameter {!r} in its module while the unit is gathered",
+    "computed values in its place, as torch.func.functional_call puts there",
+    "units=[] makes the module one unit, in which other modules may be called with such values",
+)
 DELETED = Refusal(
     "the sharded module of parameter {!r} to be alive",
     "a parameter whose module was deleted",

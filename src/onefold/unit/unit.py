@@ -298,7 +298,9 @@ class Unit(UnitWeights):
             for parameter in self.parameters:
                 sharded, local = parameter.sharded, parameter.local
                 for parameters, name in parameter.places:
-                    if parameters.get(name) is not sharded:
+                    if (found := parameters.get(name)) is not sharded:
+                        if isinstance(found, Tensor) and not isinstance(found, nn.Parameter):
+                            raise refusals.COMPUTED(parameter.fqn, where=self.context.where)
                         raise parameter.touched("another tensor in its place")
                 shown = getattr(sharded, "_local_tensor", None)
                 if shown is not local and plain_bytes(shown) is not local:
