@@ -137,7 +137,7 @@ class Report:
             why = f"{kind} needed less, as {UPPER_BOUNDS[kind]}"
             if surplus[kind] <= 0:
                 why = "kinds peaked at different moments, as messages ended early"
-            if self.steps - self.loaded_steps == 1 and self.nbytes("optimizer"):
+            if self.steps == 1 and self.nbytes("optimizer"):
                 why = "the first backward runs without optimizer states"
             return f"predicted at most {peak}, held {format_bytes(got)}: {why}"
         pairs = {kind: tuple(map(format_bytes, pair)) for kind, pair in off.items()}

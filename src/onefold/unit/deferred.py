@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from onefold.errors import ConfigError
 from onefold.tier import accelerator
+from onefold.tier.device import PAGES_NBYTES, return_free_memory
 
 LEAST_NBYTES = 1 << 14
 """Smaller tensors keep their values: the state of a CPU generator has 5,056 bytes."""
@@ -154,6 +155,7 @@ class Deferred(TorchDispatchMode):
             self._states[device] = accelerator.rng_state(device)
         self._device = device
         self._others = ExitStack()
+        self._freed = 0  # bytes, since free pages were last returned
 
     def __enter__(self) -> Deferred:
         self._others.enter_context(_Readers(self))
@@ -328,7 +330,11 @@ class Deferred(TorchDispatchMode):
         for memory in self._live.difference(kept):
             if memory.storage is not None:
                 memory.storage.resize_(0)
+                self._freed += memory.nbytes
         self._live.intersection_update(kept)
+        if self._freed >= PAGES_NBYTES:  # small blocks between keep glibc from returning them
+            return_free_memory()
+            self._freed = 0
 
 
 class _Readers(TorchFunctionMode):

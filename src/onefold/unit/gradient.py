@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from onefold.layout.ledger import Account, Kind
-from onefold.unit import refusals, user_hooks
+from onefold.unit import refusals, user_hooks, whole
 from onefold.unit.buffer import Buffer
 from onefold.unit.local_mean import has_rows, scaled, take_rows
 from onefold.unit.node_reduction import reduction_of
@@ -85,7 +85,7 @@ class UnitGradient:
         grad, flat = parameter.sharded.grad, self._means.held
         if flat is None or grad is not self.shown.get(parameter):
             return False
-        if type(grad) is not Tensor:
+        if type(grad) not in (Tensor, whole.WholeGrad):
             return True
         return grad.untyped_storage().data_ptr() == flat.tensor.untyped_storage().data_ptr()
 

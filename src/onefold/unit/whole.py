@@ -98,5 +98,16 @@ def introduce(parameter: nn.Parameter, owner: Callable[[], Any]) -> None:
 
 
 def _of(parameter: Any, method: Any, **options: Any) -> Tensor:
-    values: Tensor = method(parameter(), **options)
-    return values
+    """Outside of forwards the weight at rest, as of a shard, and not the copy that computes."""
+    tensor = parameter()
+    owner = tensor._onefold_owner()
+    if owner is None or owner.unit.is_in_forward:
+        used: Tensor = method(tensor, **options)
+        return used
+    owner.unit.wait_step()
+    with torch._C.DisableTorchFunctionSubclass():
+        resting: Tensor = method(tensor.detach(), **options)
+    if not (torch.is_grad_enabled() and tensor.requires_grad):
+        return resting
+    used = method(tensor, **options)  # a gradient finds its way back through it
+    return used if used.dtype == resting.dtype else resting + (used - used.detach())
