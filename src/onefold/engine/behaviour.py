@@ -173,7 +173,8 @@ def _probed_group(optimizer: Optimizer, group: dict[str, Any]) -> Behaviour:
     while own.keys() - answers.keys():
         answers |= {w: _answer(optimizer, group, own[w]) for w in own.keys() - answers.keys()}
         reads = reads.union(*(answer.reads for answer in answers.values()))
-        found = [attributes_of(tensor, reads) for tensor in group["params"]] or [{}]
+        held = group["params"] if reads else ()
+        found = [attributes_of(tensor, reads) for tensor in held] or [{}]
         own = {words_of(attributes): attributes for attributes in found}
     return replace(_of_all([answers[words] for words in sorted(own)]), reads=reads)
 

@@ -16,8 +16,9 @@ from onefold.unit import dtensors
 
 def register_first(unsharded: Tensor, hook: Callable[[Tensor], object]) -> None:
     """Have autograd call our hook before those of users: one of them may step the parameter."""
-    handle = Tensor.register_post_accumulate_grad_hook(unsharded, hook)
-    hooks: Any = unsharded._post_accumulate_grad_hooks
+    with torch._C.DisableTorchFunctionSubclass():
+        handle = Tensor.register_post_accumulate_grad_hook(unsharded, hook)
+        hooks: Any = unsharded._post_accumulate_grad_hooks
     hooks.move_to_end(handle.id, last=False)
 
 
