@@ -85,7 +85,7 @@ class UnitGradient:
         grad, flat = parameter.sharded.grad, self._means.held
         if flat is None or grad is not self.shown.get(parameter):
             return False
-        if type(grad) not in (Tensor, whole.WholeGrad):
+        if grad is None or type(grad) not in (Tensor, whole.WholeGrad):
             return True
         return grad.untyped_storage().data_ptr() == flat.tensor.untyped_storage().data_ptr()
 
