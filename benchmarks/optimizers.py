@@ -269,15 +269,12 @@ def values(module: nn.Module, choices: dict[str, Any] | None) -> list[Tensor]:
 def compare(way: Way, name: str, wanted: list[Tensor], *, sends: bool) -> str:
     """Return "right", or what a run came to instead; a class that `sends` needs a process group."""
     world, choices = RUNS[name]
-    try:
-        ranks = [train(way, choices)] if world == 1 and not sends else run_ranks(
-            world, lambda _: train(way, choices))  # fmt: skip
-    except OnefoldError as error:
-        return f"refused: {error}"
-    except Exception as error:  # the table says which
-        return f"error: {type(error).__name__}: {error}"
-    worst = max(distance(moved, wanted) for moved in ranks)
-    return "right" if worst < TOLERANCE else f"wrong: {worst:.2g}"
+
+    def run() -> list[list[Tensor]]:
+        alone = world == 1 and not sends
+        return [train(way, choices)] if alone else run_ranks(world, lambda _: train(way, choices))
+
+    return verdict(run, wanted)
 
 
 def resumes(way: Way, runs: dict[str, str], wanted: list[Tensor]) -> str:
@@ -288,13 +285,22 @@ def resumes(way: Way, runs: dict[str, str], wanted: list[Tensor]) -> str:
     with tempfile.TemporaryDirectory() as folder:
         saved, choices = Path(folder) / "saved", {"stage": stage}
         before, after = Part(saves=saved, steps=STEPS // 2), Part(loads=saved, steps=STEPS // 2)
-        try:
+
+        def run() -> list[list[Tensor]]:
             run_ranks(2, lambda _: train(way, choices, part=before))
-            ranks = run_ranks(3, lambda _: train(way, choices, part=after))
-        except OnefoldError as error:
-            return f"refused: {error}"
-        except Exception as error:  # the table says which
-            return f"error: {type(error).__name__}: {error}"
+            return run_ranks(3, lambda _: train(way, choices, part=after))
+
+        return verdict(run, wanted)
+
+
+def verdict(run: Callable[[], list[list[Tensor]]], wanted: list[Tensor]) -> str:
+    """Return "right" if the ranks of a run come to `wanted`, or what they came to instead."""
+    try:
+        ranks = run()
+    except OnefoldError as error:
+        return f"refused: {error}"
+    except Exception as error:  # the table says which
+        return f"error: {type(error).__name__}: {error}"
     worst = max(distance(moved, wanted) for moved in ranks)
     return "right" if worst < TOLERANCE else f"wrong: {worst:.2g}"
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 import onefold
 from onefold.engine.behaviour import behaviour_of
+from onefold.engine.registry import owner_of
 from tests.support.ranks import run_ranks, seeded
 from tests.support.zoo import whole
 
@@ -219,6 +220,15 @@ def test_tables_show_users_the_sharded_parameters_between_steps():
             optimizer.step()
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_methods_of_a_shard_are_no_attributes_of_the_user(stage):
+    """In one process they are bound to the parameter; no other form of it may show that one."""
+    module = seeded(build)
+    onefold.shard(module, torch.optim.SGD(module.parameters(), lr=0.1), stage=stage)
+    for parameter in owner_of(module[0].weight).by_sharded.values():
+        assert {"scale", "is_scaled"} == parameter.attributes.keys()
 
 
 def test_attributes_are_those_of_the_parameter_in_all_its_forms():

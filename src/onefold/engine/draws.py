@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from onefold.unit.deferred import with_generator
+
 MOST = 10_000
 """Draws of one step: more are a loop that waits for another number, which never comes."""
 
@@ -36,20 +38,8 @@ class Draws(TorchDispatchMode):
         self.num += 1
         if self.num > MOST:
             raise RuntimeError(f"more than {MOST} random operations in one step")
-        func, at = _with_generator(func)
+        func, at = with_generator(func)
         generator = torch.Generator().manual_seed(self._seed)
         if at < len(args):
             return func(*args[:at], generator, *args[at + 1 :], **kwargs)
         return func(*args, **{**kwargs, "generator": generator})
-
-
-def _with_generator(func: Any) -> tuple[Any, int]:
-    """Return the operation that takes a generator besides, and the place of that argument."""
-    wanted = [argument.name for argument in func._schema.arguments if argument.name != "generator"]
-    packet = func.overloadpacket
-    others = (getattr(packet, name) for name in packet.overloads())
-    for other in (func, *others):
-        names = [argument.name for argument in other._schema.arguments]
-        if "generator" in names and [name for name in names if name != "generator"] == wanted:
-            return other, names.index("generator")
-    raise RuntimeError(f"{func} takes no generator")

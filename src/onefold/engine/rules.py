@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from onefold.engine.blocked_adam import BlockedAdam, frozen
 from onefold.errors import ConfigError
+from onefold.unit.sharded_form import OURS
 
 State = dict[str, Any]
 Attributes = dict[str, Any]
@@ -26,7 +27,7 @@ Attributes = dict[str, Any]
 def attributes_of(tensor: Tensor, names: Iterable[str]) -> Attributes:
     """Return those of some attributes that a user has put on a parameter."""
     own = vars(tensor)
-    return {name: own[name] for name in names if name in own}
+    return {name: own[name] for name in names if name in own and name not in OURS}
 
 
 def whole_matrices(fqn: str, cut: str, optimizer: Optimizer) -> ConfigError:

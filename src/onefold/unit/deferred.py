@@ -42,11 +42,6 @@ OVERWRITES = {
     "normal_", "uniform_", "zero_", "fill_", "copy_", "exponential_", "log_normal_", "random_",
 }  # fmt: skip
 """Operations in place that do not read the tensor that they write."""
-WITH_GENERATOR = {
-    "default": "generator", "low": "low_generator", "Tensor": "Tensor_generator",
-    "low_dtype": "low_generator_dtype",
-}  # fmt: skip
-"""Overloads of a draw, and those of the same draw that take a generator."""
 READERS = {Tensor.__deepcopy__, Tensor.numpy, Tensor.tolist, Tensor.__array__}
 """Methods that read memory, but are no operations."""
 
@@ -252,13 +247,12 @@ class Deferred(TorchDispatchMode):
             return func, kwargs, None, device
         generator = kwargs.get("generator")
         if generator is None:
-            if "generator" not in [argument.name for argument in func._schema.arguments]:
-                other = WITH_GENERATOR.get(func._overloadname, "")
-                if other not in func.overloadpacket.overloads():
-                    wanted = "initializers to draw by operations that take a generator"
-                    hint = "build the module on a real device"
-                    raise ConfigError(wanted, str(func), hint=hint)
-                func = getattr(func.overloadpacket, other)
+            try:
+                func, _ = with_generator(func)
+            except RuntimeError as error:
+                wanted = "initializers to draw by operations that take a generator"
+                hint = "build the module on a real device"
+                raise ConfigError(wanted, str(func), hint=hint) from error
             where = next(known for known in self._states if known.type == device.type)
             if where not in self._generators:
                 self._generators[where] = torch.Generator(where).set_state(self._states[where])
@@ -363,6 +357,21 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
             value = args[index] if index < len(args) else kwargs.get(argument.name)
             found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
     return found
+
+
+def with_generator(func: Any) -> tuple[Any, int]:
+    """Return the operation that takes a generator besides, and the place of that argument.
+
+    Raises `RuntimeError` for an operation that takes none, as dropout.
+    """
+    wanted = [argument.name for argument in func._schema.arguments if argument.name != "generator"]
+    packet = func.overloadpacket
+    others = (getattr(packet, name) for name in packet.overloads())
+    for other in (func, *others):
+        names = [argument.name for argument in other._schema.arguments]
+        if "generator" in names and [name for name in names if name != "generator"] == wanted:
+            return other, names.index("generator")
+    raise RuntimeError(f"{func} takes no generator")
 
 
 def _is_plain(value: Any) -> bool:

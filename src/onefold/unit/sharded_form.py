@@ -24,7 +24,8 @@ from onefold.unit import dtensors, logical, shown_grads, whole
 from onefold.unit.context import UnitSpec
 from onefold.unit.decoded import DecodedWeight
 
-_OWN = ("_is_param", "_label", "_onefold_owner", "_why")
+OURS = {"_is_param", "_label", "_onefold_owner", "_why", "full_tensor", "to_local"}
+"""Attributes that torch and Onefold put on a parameter object."""
 
 
 class ShardedForm:
@@ -55,7 +56,7 @@ class ShardedForm:
         """What they have put on one of its forms; of quantized weights, what modules expect."""
         if self.spec.is_packed or self.decoded is not None:
             return self._attributes
-        return {name: value for name, value in vars(parameter).items() if name not in _OWN}
+        return {name: value for name, value in vars(parameter).items() if name not in OURS}
 
     @property
     def box(self) -> Box:

@@ -121,15 +121,14 @@ def heading(job: Job, corpus: Corpus, num_parameters: int, world_size: int) -> s
     cut = f" in {job.accumulate} micro-batches" if job.accumulate > 1 else ""
     loaded = " from its files" if Path(job.model).is_dir() else ""
     has_tokenizer = loaded and any(Path(job.model, name).exists() for name in TOKENIZERS)
+    unused = "; its tokenizer is not used: tokens are bytes" if has_tokenizer else ""
     parts = (
         f"{job.model}: {num_parameters:,d} parameters{loaded}, stage {job.stage} over "
         f"{counted(world_size, 'rank')}{choices}",
         f"{corpus.name}: {format_bytes(corpus.train.nbytes)} to train on, "
         f"{format_bytes(corpus.held_out.nbytes)} held out",
         f"{counted(job.steps, 'step')} of {counted(job.rows, 'row')} of {job.seq} bytes{cut}, "
-        "all ranks together"
-        + "; its tokenizer is not used: tokens are bytes"
-        * bool(has_tokenizer),
+        f"all ranks together{unused}",
     )
     return "\n".join(line for part in parts for line in wrapped(part))
 

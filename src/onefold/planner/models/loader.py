@@ -238,9 +238,13 @@ def left_out(model: str, module: nn.Module) -> tuple[str, ...]:
 
     kind: Any = getattr(transformers, str((config.get("architectures") or [""])[0]), type(module))
     if kind is not type(module):
-        whole_config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-        with torch.device("meta"):
-            whole = kind(whole_config)
+        try:
+            whole_config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+            with torch.device("meta"):
+                whole = kind(whole_config)
+        except Exception as error:  # whatever a model's own code raises
+            unknown = f"{kind.__name__} may have parts that are left out: it cannot be built"
+            return (*notes, f"{unknown} ({type(error).__name__}: {str(error)[:80]})")
         mine, all_of_it = (sum(p.numel() for p in m.parameters()) for m in (module, whole))
         if mine < all_of_it:
             notes.append(
