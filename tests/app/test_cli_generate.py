@@ -219,6 +219,7 @@ def test_a_plan_counts_the_keys_and_values_that_the_cache_holds(kind, sizes, dev
     ({}, "names no dtype"),
     ({"dtype": "bfloat16", "quantization_config": {"quant_method": "fp8"}}, "bfloat16: quant"),
     ({"dtype": "float32", "architectures": ["GPT2DoubleHeadsModel"]}, "GPT2DoubleHeadsModel are"),
+    ({"dtype": "float32", "architectures": ["BertModel"]}, "BertModel may have parts"),
     ({"dtype": "float32", "architectures": ["GPT2LMHeadModel"]}, None),
 ])  # fmt: skip
 def test_a_plan_says_in_which_dtype_weights_count_and_what_is_left_out(tmp_path, config, said):
