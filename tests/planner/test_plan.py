@@ -651,22 +651,27 @@ def test_auto_passes_over_stages_that_have_no_such_tier(tmp_path):
 # when memory runs out
 
 
-def _starved(rank: int) -> None:
-    module = build_model("small", SEQ)
+def _starved(rank: int, held: str, left_nbytes: int, is_real: bool) -> None:
+    module = build_model("small", SEQ, is_cut=is_real)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 150 * 2**20,) * 2)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + left_nbytes,) * 2)
     with pytest.raises(TierError) as error:
-        onefold.shard(module, optimizer, stage=0)
+        onefold.shard(module, optimizer, stage=0, precision="bf16")
     said = str(error.value)
     assert "room for" in said
-    assert "on top of what is held: weight" in said
+    assert f"on top of what is held: {held}" in said
     assert "hint: stage=" in said
 
 
 @pytest.mark.process
-def test_want_of_memory_is_told_with_what_is_held_and_what_would_fit():
-    run_processes(1, _starved)
+@pytest.mark.parametrize(
+    ("held", "left_nbytes", "is_real"),
+    [("weight", 40 * 2**20, True), ("nothing", 5 * 2**20, False)],
+    ids=["of state", "of initial values"],
+)
+def test_want_of_memory_is_told_with_what_is_held_and_what_would_fit(held, left_nbytes, is_real):
+    run_processes(1, _starved, held, left_nbytes, is_real, start_method="spawn")
 
 
 def test_an_error_of_torch_for_want_of_memory_is_told_what_is_held_and_what_would_fit():

@@ -91,7 +91,8 @@ def build(parts: ModuleParts, resolved: Resolved) -> None:
         if owned.is_packed and owned.table is None:
             for part, _ in owned.owners:
                 packed.prepare_module(part, owned.parameter)
-    made = together(group, lambda: initialise(parts.tree, parts.parameters, device, values))
+    room = partial(explaining, ledger)
+    made = together(group, lambda: initialise(parts.tree, parts.parameters, device, room, values))
     parts.tree.root.__dict__.pop(PROMISED, None)
     source: Source = (made, values)
     engine = Engine(
@@ -216,7 +217,8 @@ def _adapters(resolved: Resolved, engine: Engine) -> list[Unit]:
     axes = AxesOfCuts(holders=engine.context.holders)
     context = _context(replace(resolved, recipe=recipe), store, engine.ledger, tiers, axes)
     tree = ModuleTree.of(module)
-    made = initialise(tree, owned_parameters(tree), resolved.device)
+    room = partial(explaining, engine.ledger)
+    made = initialise(tree, owned_parameters(tree), resolved.device, room)
     source: Source = (made, None)
     units: list[Unit] = []
     for plan in plan_units(tree, precision=recipe.precision):

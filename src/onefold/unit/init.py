@@ -49,7 +49,7 @@ class Values(Protocol):
 
 
 def initialise(
-    tree: ModuleTree, parameters: Iterable[Owned], device: torch.device,
+    tree: ModuleTree, parameters: Iterable[Owned], device: torch.device, room: Room,
     values: Values | None = None,
 ) -> Deferred | None:  # fmt: skip
     """Run initialisers for parameters and buffers on `meta` that `values` does not have.
@@ -59,7 +59,8 @@ def initialise(
     constructor. Where that is not possible, each module runs its `reset_parameters` and then its
     library's rule, after the modules inside it. Loaded and promised tensors are never written.
 
-    Raises: ConfigError: an initialiser left a tensor out. The module is as it was.
+    Raises: ConfigError: an initialiser left a tensor out. What `room` raises for want of memory. The
+    module is as it was.
     """
     places = [
         _Place(store, name, tensor, f"{prefix}.{name}".lstrip("."), module)
@@ -79,11 +80,13 @@ def initialise(
     for key in missing.keys() & owners.keys():
         _refuse_cut(owners[key])
     deferred = Deferred(device)
+    largest = max(place.tensor.nbytes for place in missing.values())
     try:
-        rules = _Rules(deferred, places, set(missing))
-        with deferred, torch.no_grad():
-            rules.run(tree.root)
-            rules.complete(tree.root)
+        with room(largest):
+            rules = _Rules(deferred, places, set(missing))
+            with deferred, torch.no_grad():
+                rules.run(tree.root)
+                rules.complete(tree.root)
         made = {key: place.store[place.name] for key, place in missing.items()}
         for key, place in missing.items():
             if deferred.is_unset(made[key]):
