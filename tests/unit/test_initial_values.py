@@ -55,6 +55,45 @@ def plain() -> nn.Module:
     )  # fmt: skip
 
 
+class ByRule(nn.Module):
+    """Initializes by methods that need no arguments, or a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.embed, self.head = nn.Linear(8, 8), nn.Embedding(8, 8), nn.Linear(8, 8)
+        self.head.weight = self.embed.weight
+        self.init_weights()
+
+    def init_weights(self, scale: float = 1.0) -> None:
+        nn.init.xavier_normal_(self.inner.weight, scale)
+        nn.init.normal_(self.head.weight, std=0.02)
+
+
+class Written(nn.Module):
+    """Initializes in its constructor what the rule of a part initializes otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        nn.init.xavier_normal_(self.inner.weight)
+
+
+class Named(Written):
+    """Its rule wants the name of a module, too."""
+
+    def _init_weights(self, module: nn.Module, name: str) -> None: ...
+
+
+class Tied(nn.Module):
+    """Two modules show one weight; only the constructor knows which of them has made it."""
+
+    def __init__(self, *, is_from_head: bool = False) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(8, 8), nn.Linear(8, 8)
+        maker, other = (self.head, self.embed) if is_from_head else (self.embed, self.head)
+        other.weight = maker.weight
+
+
 class FromConfig(nn.Module):
     """Draws in its constructor alone; `torch.Tensor(n)` is real on `meta`, too."""
 
@@ -111,6 +150,7 @@ def whisper() -> nn.Module:
 
 BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "plain": plain,
+    "by its own rule": ByRule,
     "from a configuration": lambda: FromConfig(SimpleNamespace(width=6)),
     "inside another module": lambda: nn.Sequential(nn.Linear(3, 3), t5(), nn.Linear(3, 3)),
     "clip": clip, "t5": t5, "mamba": mamba, "whisper": whisper,
@@ -268,6 +308,30 @@ def test_an_initialiser_that_writes_on_one_rank_only_is_refused_on_all_and_nothi
 
     modules = [on_meta(lambda: nn.Sequential(nn.Linear(3, 3), OnRank0(3, 3))) for _ in range(3)]
     run_ranks(3, body)
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (Written, r"make all initial values of 'inner\.weight'(.|\n)*hint: .*init_weights"),
+        (Named, r"make all initial values of 'inner\.weight'(.|\n)*hint: .*init_weights"),
+        (
+            Tied,
+            r"one module to initialize 'head\.weight'.*Embedding and Linear\nhint: .*init_weights",
+        ),
+        (lambda: Tied(is_from_head=True), r"one module to initialize 'head\.weight'"),
+    ],
+    ids=["written by a constructor", "a rule by name", "tied", "tied from the last"],
+)
+def test_values_that_only_a_constructor_makes_are_refused_by_name(build, said):
+    with torch.device("meta"):
+        module = build()
+    with pytest.raises(onefold.ConfigError, match=said):
+        onefold.shard(module, stage=3)
+    assert all(p.is_meta for p in module.parameters())
+    loaded = dict(build().state_dict())
+    module.load_state_dict(loaded, assign=True)
+    assert_equal(sharded(module), loaded)
 
 
 def test_a_buffer_that_nobody_computes_is_named():

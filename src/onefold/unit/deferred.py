@@ -298,7 +298,7 @@ class Deferred(TorchDispatchMode):
         number, fill = next(self._numbers), torch.ops.aten.fill_.Scalar
         memory.log.append(_Operation(number, fill, args, {}, None, tensor.device, [], memory))
         if memory.storage is None:
-            tensor.fill_(args[1])
+            tensor.data.fill_(args[1])  # which does not count as a write
         else:
             memory.storage.resize_(0)
             self._live.discard(memory)

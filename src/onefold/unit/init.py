@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -59,8 +61,8 @@ def initialise(
     constructor. Where that is not possible, each module runs its `reset_parameters` and then its
     library's rule, after the modules inside it. Loaded and promised tensors are never written.
 
-    Raises: ConfigError: an initialiser left a tensor out. What `room` raises for want of memory. The
-    module is as it was.
+    Raises: ConfigError: an initialiser left a tensor out, or the constructor made other values than
+    these rules. What `room` raises for want of memory. The module is as it was.
     """
     places = [
         _Place(store, name, tensor, f"{prefix}.{name}".lstrip("."), module)
@@ -91,6 +93,7 @@ def initialise(
         for key, place in missing.items():
             if deferred.is_unset(made[key]):
                 raise _left_out(place)
+            rules.check(place)
     finally:
         for place in places:
             place.store[place.name] = place.tensor
@@ -122,7 +125,9 @@ class _Rules:
         self._seen = set[nn.Module]()
         self._own: dict[nn.Module, set[int]] = {}
         self._given: dict[int, Tensor] = {}  # by id of the tensor in its place
-        blanks: dict[int, Tensor] = {}
+        self._writers: dict[int, set[nn.Module]] = {}  # of a tensor's last values, by its id
+        self._blanks: dict[int, Tensor] = {}
+        blanks = self._blanks
         for place in places:
             key, is_given = id(place.tensor), id(place.tensor) not in missing
             self._own.setdefault(place.module, set()).add(key)
@@ -135,6 +140,8 @@ class _Rules:
                     vars(blanks[key])[HF_FLAG] = True
                     self._given[id(blanks[key])] = place.tensor
             place.store[place.name] = blanks[key]
+        several = Counter(key for keys in self._own.values() for key in keys)
+        self._shared = [key for key, count in several.items() if count > 1]
 
     def run(self, module: nn.Module) -> None:
         """Initialise the modules inside, then the module itself."""
@@ -151,13 +158,42 @@ class _Rules:
                 self.run(child)
         reset = _method(module, "reset_parameters") or _method(module, "_reset_parameters")
         if reset is not None:
-            reset()
+            self._call(reset, module)
         names = ("initialize_weights", "init_weights", "_init_weights")
         rule = next(filter(None, (_method(module, name) for name in names)), None)
+        if rule is None and (by_module := _method(module, "_init_weights", 1)) is not None:
+            rule = partial(module.apply, by_module)
         if rule is not None:
-            rule()
-        elif callable(by_module := getattr(module, "_init_weights", None)):
-            module.apply(cast("Any", by_module))
+            self._call(rule, module)
+
+    def _call(self, rule: Callable[[], object], module: nn.Module) -> None:
+        """Run a rule, and note which shared tensors it writes."""
+        before = {key: self._blanks[key]._version for key in self._shared}
+        rule()
+        for key, version in before.items():
+            if self._blanks[key]._version != version:
+                is_own = key in self._own.get(module, ())
+                self._writers[key] = self._writers.get(key, set()) | {module} if is_own else set()
+
+    def check(self, place: _Place) -> None:
+        """Refuse a tensor whose constructor makes other values than these rules.
+
+        Operations in place count a tensor's version up on `meta`, too (but not through `.data`).
+        """
+        blank, kinds = self._blanks[id(place.tensor)], self._writers.get(id(place.tensor), set())
+        if place.store[place.name] is not blank:
+            return  # of a second model, which its constructor has made
+        if len(kinds) > 1:
+            names = sorted(type(module).__name__ for module in kinds)
+            wanted, got = f"one module to initialize {place.fqn!r}", " and ".join(names)
+            hint = "add init_weights to the model, which sets it, or build it on a real device"
+            raise ConfigError(f"{wanted}, which is on the meta device", got, hint=hint)
+        if place.tensor._version > blank._version:
+            wanted = f"reset_parameters or init_weights to make all initial values of {place.fqn!r}"
+            got = "a constructor that writes more of them on the meta device"
+            hint = "move this into init_weights of the model, build it on a real device, "
+            hint += "or load its weights with onefold.load_pretrained before onefold.shard"
+            raise ConfigError(wanted, got, hint=hint)
 
     def complete(self, module: nn.Module) -> None:
         """Set what no rule has set as the constructor of a model does."""
@@ -175,16 +211,15 @@ HF_FLAG = "_is_hf_initialized"
 """Where transformers notes that a tensor, or a whole module, has its values."""
 
 
-def _method(module: nn.Module, name: str) -> Callable[[], object] | None:
-    """A method that needs no arguments; None where there is none."""
+def _method(module: nn.Module, name: str, count: int = 0) -> Callable[..., object] | None:
+    """A method that needs so many arguments; None where there is none."""
     method = getattr(module, name, None)
     if not callable(method):
         return None
     several = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
     parameters = signature(method).parameters.values()
-    return (
-        method if all(p.default is not p.empty or p.kind in several for p in parameters) else None
-    )
+    needed = [p for p in parameters if p.default is p.empty and p.kind not in several]
+    return method if len(needed) == count else None
 
 
 def _rebuild(module: nn.Module, given: dict[str, Tensor]) -> bool:
