@@ -31,15 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_iter
 
 from onefold.checkpoint.archives import bytes_of
-from onefold.checkpoint.metadata import (
-    COMPANION,
-    GRAD,
-    MASTER,
-    MODEL,
-    OPTIM,
-    PARTIAL,
-    RANK,
-)
+from onefold.checkpoint.metadata import COMPANION, GRAD, MASTER, MODEL, OPTIM, PARTIAL, RANK
 from onefold.checkpoint.stages import RankNames, ShardedModel, join_names
 from onefold.checkpoint.typed_keys import as_words
 from onefold.checkpoint.unpickling import NOT_OF_BYTES, read_object

@@ -45,11 +45,7 @@ class Links:
         group = replace(group, packs=self.packs)
         native = is_device and group.is_nccl
         exchange = Exchange(
-            group,
-            self.ledger,
-            native=native,
-            where=where,
-            coalesces=group.coalesces(self.device),
+            group, self.ledger, native=native, where=where, coalesces=group.coalesces(self.device)
         )
         composed = Composed(exchange, reduce=self.reduce, divisor=self.divisor)
         word = codec.removesuffix(DIFFERENCE)

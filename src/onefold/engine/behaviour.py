@@ -50,9 +50,7 @@ from onefold.engine.rules import (
     state_after_first_step,
     unhooked_step,
 )
-from onefold.engine.rules import (
-    is_moment as is_probed_moment,
-)
+from onefold.engine.rules import is_moment as is_probed_moment
 from onefold.errors import ConfigError
 
 Kind = Literal["elementwise", "parameter", "coupled"]

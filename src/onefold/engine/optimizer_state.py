@@ -246,10 +246,7 @@ class WaitingState(defaultdict[Tensor, State]):
     """
 
     def __init__(
-        self,
-        state: Mapping[Tensor, State],
-        engines: Sequence[Engine],
-        refresh: Callable[[], None],
+        self, state: Mapping[Tensor, State], engines: Sequence[Engine], refresh: Callable[[], None]
     ) -> None:
         super().__init__(dict, state)
         self._engines = [ref(engine) for engine in engines]

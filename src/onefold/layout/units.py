@@ -248,10 +248,7 @@ def _can_be_tiled(owned: Owned) -> bool:
 
 
 def _add_callers(
-    plan: UnitPlan,
-    owned: Owned,
-    block: nn.Module | None,
-    block_of: dict[nn.Module, nn.Module],
+    plan: UnitPlan, owned: Owned, block: nn.Module | None, block_of: dict[nn.Module, nn.Module]
 ) -> None:
     """Let every module that uses the parameter, but is not covered by the unit's block, call it."""
     for owner, _ in owned.owners:

@@ -26,12 +26,7 @@ from torch.optim import Optimizer
 
 from onefold.adapters.hf.conflicts import COMPUTE, refuse_device_map, refuse_other_engines
 from onefold.adapters.hf.saving import WholeWeights
-from onefold.adapters.hf.wrap import (
-    PREPARED,
-    cast_outputs,
-    mark_prepared,
-    run_under_autocast,
-)
+from onefold.adapters.hf.wrap import PREPARED, cast_outputs, mark_prepared, run_under_autocast
 from onefold.adapters.versions import warn_if_untested
 from onefold.api import shard
 from onefold.checkpoint import agreement

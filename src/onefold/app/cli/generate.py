@@ -23,13 +23,7 @@ from onefold.app.cli.arguments import (
     print_result,
     real,
 )
-from onefold.app.cli.launch import (
-    default_ranks,
-    end_with_launcher,
-    is_rank,
-    launch,
-    world_size_of,
-)
+from onefold.app.cli.launch import default_ranks, end_with_launcher, is_rank, launch, world_size_of
 from onefold.app.train.job import GenerateJob
 from onefold.errors import ConfigError
 from onefold.text import parse_nbytes

@@ -21,13 +21,7 @@ from onefold.app.cli.arguments import (
     weights,
     word_or_number,
 )
-from onefold.app.cli.launch import (
-    default_ranks,
-    end_with_launcher,
-    is_rank,
-    launch,
-    world_size_of,
-)
+from onefold.app.cli.launch import default_ranks, end_with_launcher, is_rank, launch, world_size_of
 from onefold.app.train.job import Job
 
 DEFAULTS = Job()

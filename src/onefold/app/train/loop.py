@@ -33,12 +33,7 @@ from onefold.config import Offload, check_offload, offload_of, precision_of, sta
 from onefold.engine.registry import engine_of
 from onefold.errors import ConfigError
 from onefold.fit.shares import AUTO, weights_of
-from onefold.planner.models.loader import (
-    check_compiler,
-    compile_blocks,
-    default_lr,
-    recompute,
-)
+from onefold.planner.models.loader import check_compiler, compile_blocks, default_lr, recompute
 from onefold.recording.page import prepare
 from onefold.recording.recorder import stage0_nbytes
 from onefold.wire.world import World
