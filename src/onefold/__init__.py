@@ -6,8 +6,6 @@
 Names are resolved on first use, so importing this package costs nothing and starts nothing.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

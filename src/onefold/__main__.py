@@ -1,7 +1,5 @@
 """`python -m onefold` is the command `onefold`."""
 
-from __future__ import annotations
-
 from onefold.app.cli.main import command
 
 if __name__ == "__main__":

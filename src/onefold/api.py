@@ -1,7 +1,5 @@
 """The public functions on a module: shard, accumulate, unsharded, report."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ Words and presets become values here, and values that cannot work are refused. c
 puts them into a `Recipe`; rooms below never see a user's words.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@
 Names are resolved on first use, so `import onefold.hf` imports none of these libraries.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -3,8 +3,6 @@
 Needs the `lightning` extra. Lightning's own classes are used as they are: nothing is patched.
 """
 
-from __future__ import annotations
-
 from onefold.adapters.lightning.checkpoint_io import as_file
 from onefold.adapters.lightning.strategy import Strategy
 

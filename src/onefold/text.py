@@ -4,8 +4,6 @@ Text is laid out for 80 columns. `show` prints it as it is into files and pipes;
 tables drawn by rich, in the width that it has.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Iterable, Sequence

@@ -3,8 +3,6 @@
 compose/routes.py makes transports (wire/) from a `Wire`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
 

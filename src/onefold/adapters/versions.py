@@ -4,8 +4,6 @@ A range is a floor and the first release that is untested. tests/adapters/test_v
 every private name of these releases that Onefold relies on.
 """
 
-from __future__ import annotations
-
 import re
 import warnings
 from functools import cache

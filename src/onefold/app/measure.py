@@ -5,8 +5,6 @@ A measurement is a table of `BandwidthRow`s: a name, the bytes that an action mo
 rate is the median of its rounds. It may name another rate as its ceiling.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Clip gradients by their norm over all axes: data, tensor, expert and pipeline."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

@@ -3,8 +3,6 @@
 The gradient of an exchange is the exchange back, and that of a gather a sum of pieces.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain

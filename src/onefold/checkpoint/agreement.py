@@ -1,7 +1,5 @@
 """Errors of checkpoints, and how ranks share them: if one rank fails, every rank raises."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 

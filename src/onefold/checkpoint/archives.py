@@ -1,7 +1,5 @@
 """The elements of a tensor, inside the zip archive that `torch.save` wrote of it."""
 
-from __future__ import annotations
-
 from math import prod
 from typing import Any
 

@@ -4,8 +4,6 @@ Collectives belong to the training loop. So ranks that finish a save in threads 
 small JSON files in its folder.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 import time

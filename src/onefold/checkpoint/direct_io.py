@@ -6,8 +6,6 @@ chunks; checksums and copies then overlap the transfer. A file system without O_
 the same chunks through the page cache.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 from collections import deque

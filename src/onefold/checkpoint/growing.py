@@ -5,8 +5,6 @@ A new module has them empty, or None. Torch's `load_state_dict` loads them if th
 with entries of the saved sizes, and values are read into it as into any buffer.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping
 

@@ -6,8 +6,6 @@ read      each rank its own rows, from pieces that are verified as they are read
 finish    weights follow masters, optimizers get their states, generators are set
 """
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Sequence

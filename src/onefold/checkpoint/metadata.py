@@ -4,8 +4,6 @@ Everything is compared with everything: pieces cover each tensor exactly once, t
 files of the folder, and no two of them overlap.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Export and inspect checkpoints without a module or a process group, a few MB at a time."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Packed weights in state dicts: their side tables, and the notes that say how they are packed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 

@@ -7,8 +7,6 @@
 `prepare` and `write` are collectives on the caller's thread. With `wait=False` a thread finishes.
 """
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Sequence

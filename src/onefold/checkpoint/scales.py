@@ -7,8 +7,6 @@
 Other formats are refused by the name of a parameter. Each rank reads the scales of its own box.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -5,8 +5,6 @@ of flat buffers are written without a copy, tied weights once, and every byte ge
 own reader reads the files. See docs/adr/0007.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import pickle

@@ -4,8 +4,6 @@ A pickle is a program. This machine knows the instructions that write values, an
 class or a function: what these would build becomes a `Built`, which says how.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 import struct

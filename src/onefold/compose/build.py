@@ -3,8 +3,6 @@
 Every object gets its collaborators in its constructor.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import replace

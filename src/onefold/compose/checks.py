@@ -1,7 +1,5 @@
 """Refuse modules, parameters and optimizers that cannot be sharded, before anything is touched."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import nn

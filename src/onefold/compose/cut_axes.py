@@ -4,8 +4,6 @@ claim      one rank: refuse cuts that cannot be sharded, and plain parameters le
 join       all ranks: the meshes of model axes and data axis, and the group of all their ranks
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 

@@ -4,8 +4,6 @@ Groups are often made from sets, which Python orders by address: each rank has a
 State dicts number parameters by it, some classes find them by position, and ranks exchange rows.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 

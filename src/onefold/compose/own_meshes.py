@@ -4,8 +4,6 @@ Ranks of one mesh hold the same weights, and other ranks hold others: experts, s
 in one mesh of each such unit, and all meshes of a unit have the same length.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -4,8 +4,6 @@ quantize_frozen         frozen weights of plain Linears, in a codec of the wire:
 quantize_for_products   matrices that modules multiply with, in formats of torch's kernels
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

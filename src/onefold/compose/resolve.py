@@ -5,8 +5,6 @@ examine_together    all ranks: compare them; `ConfigError` everywhere if one dif
 resolve             settle what was left open: stepper, axes, stage, wire, fraction
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace

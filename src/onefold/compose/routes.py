@@ -1,7 +1,5 @@
 """From a recipe and its ranks to routes: transports, hops, codecs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 
 import torch

@@ -7,8 +7,6 @@
 Ranks of a host share its memory and links, so all measure at once, as they will step.
 """
 
-from __future__ import annotations
-
 import timeit
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """From a recipe to tiers: stores, threads, and a budget that is checked first."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Call the C kernel of wire/kernels/adam.c, where it was compiled and this CPU runs it."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ PEFT saves the entries of `state_dict()` that belong to an adapter. One message 
 never the base. `peft_config`, a dict with the names of the adapters, is PEFT's mark on a module.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable
 from typing import Any

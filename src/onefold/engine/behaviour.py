@@ -12,8 +12,6 @@ A probe builds the class with the optimizer's arguments, once, and compares disp
 float64. A class that it cannot build, or that raises, steps whole parameters.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Objects that a module trains with, and that are saved with it: averages and islands."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 from weakref import ref
 

@@ -4,8 +4,6 @@ A probe must see whether a class draws. The global generator does not tell: othe
 it too, and setting it back would rewind their numbers.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

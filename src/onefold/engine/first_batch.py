@@ -4,8 +4,6 @@ Without a `DistributedSampler`, or rows picked by rank, N ranks do the work of o
 shows it. The same holds for dropout: ranks with equal generators drop the same elements.
 """
 
-from __future__ import annotations
-
 import hashlib
 import warnings
 from collections.abc import Iterable

@@ -7,8 +7,6 @@ splits it, as that parameter must not be stepped. Flat groups, and their states,
 when this changes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

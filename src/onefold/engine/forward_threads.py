@@ -5,8 +5,6 @@ order is fixed. It has the settings of the thread that made it: autocast, device
 schedule all of them are one walk over the units.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import copy_context

@@ -10,8 +10,6 @@ In one process modules may compute with the parameters that users see. There aut
 the hooks, and a step in one of them changes weights inside the backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 
 import torch

@@ -4,8 +4,6 @@
 `cuda` and their like pass where they change nothing, and are refused where they would.
 """
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping

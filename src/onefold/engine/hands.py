@@ -1,7 +1,5 @@
 """Execute a schedule's actions on the units of one module: tensors, messages, background steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Protocol

@@ -1,7 +1,5 @@
 """Which units a graph refers to by itself, where no call announces them to a backward."""
 
-from __future__ import annotations
-
 
 class HeldUnits(set[int]):
     """Units whose unsharded weights a graph or an output refers to, until a backward ends.

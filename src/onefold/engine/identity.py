@@ -5,8 +5,6 @@ Such a class may keep them in any attribute, also of an object that it shares wi
 parameters, these tables are written again, and the class finds what it looks for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

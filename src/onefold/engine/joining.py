@@ -1,7 +1,5 @@
 """Bind optimizers to the engines whose parameters they hold, before or after `shard`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from weakref import ref

@@ -5,8 +5,6 @@ apart. Who keeps parameters elsewhere than in groups gets all of them, in the or
 those that other ranks step have no elements and no gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import nn

@@ -6,8 +6,6 @@ gradient to the owners (one all-to-all each). The owners step, and the new rows 
 element is updated once and each rank keeps 1/N of the state. A step sends 3(N-1)/N elements more.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

@@ -11,8 +11,6 @@ last reduction of a step, is that of n small batches. Their squared norms give t
 A step of `noise` rows makes half of the progress of an endless one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -11,8 +11,6 @@ Afterwards the groups hold sharded parameters again. `optimizer.state[parameter]
 like the parameter, so state dicts, schedulers and checkpoints see ordinary per-parameter state.
 """
 
-from __future__ import annotations
-
 import operator
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 Stages call their modules as any loop does, so only the stack shows them.
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Iterator, MutableMapping, MutableSet

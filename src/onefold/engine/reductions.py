@@ -4,8 +4,6 @@ Every rank reduces units in the same order, also if it used other parts of the m
 of the module first. So ranks never reduce different units at the same time.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Collection, Sequence, Set
 

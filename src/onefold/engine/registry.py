@@ -1,7 +1,5 @@
 """Find the engine of a sharded module: every public function does so first."""
 
-from __future__ import annotations
-
 from typing import TypeGuard
 
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Refuse optimizers whose step would be another one than the class's, before anything changes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor

@@ -5,8 +5,6 @@ again. A module with frozen parameters takes such parameters in. A module that t
 does not: there, a new parameter is more likely a mistake, so it is an error.
 """
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 from weakref import ref
 

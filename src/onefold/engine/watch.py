@@ -4,8 +4,6 @@ Nodes, not tensors: an in-place change of an output moves the tensor to another 
 still runs, before every node of the forward that made it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum

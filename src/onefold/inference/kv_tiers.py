@@ -5,8 +5,6 @@ page-locked CPU memory (accelerators only), then files. Blocks lie one after ano
 which double up to `RUN_NBYTES`, so that a layer's blocks are read in few large requests.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass

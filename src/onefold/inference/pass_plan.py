@@ -4,8 +4,6 @@ Source of the time model: a pass of streamed weights takes the longer of reading
 the first unit's read before (ZeRO-Inference, DeepSpeed 2022; FlexGen, arXiv 2303.06865, section 4).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -7,8 +7,6 @@ left that block. One thread runs at a time, in the same order on every rank. So 
 layers fill the cache in their order gives the same keys and values, bit for bit, as chunk by chunk.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Forwards without gradients: choices of `onefold.stream`, and units that `generating` keeps."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ The planner, the budget of the tiers and the table of `onefold train` all use th
 laid out as layout/rows.py lays it out, gaps included.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

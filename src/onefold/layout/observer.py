@@ -5,8 +5,6 @@ already. Without one each place that could tell something tests for None, and th
 Several threads call observers: the one that trains, autograd's and workers'.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import StrEnum

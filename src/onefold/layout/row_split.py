@@ -8,8 +8,6 @@ The method is bisection on the time T of the step: the ranks together finish
 sum(floor((T - fixed) / per_row)) rows within T.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace

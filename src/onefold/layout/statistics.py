@@ -4,8 +4,6 @@ Their kernels take a bf16 input with fp32 statistics, and then want fp32 weights
 `torch.autocast` both stay in fp32. Nothing runs to find that out, and no class is named.
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch

@@ -1,7 +1,5 @@
 """Deal the rows of each global batch to ranks, unevenly where they differ; weigh their losses."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from copy import copy

@@ -5,8 +5,6 @@ With a secret it listens on the loopback interface; at the address a gate passes
 those that answer a challenge (HMAC-SHA256, RFC 2104). Nothing is encrypted.
 """
 
-from __future__ import annotations
-
 import hmac
 import os
 import secrets

@@ -10,8 +10,6 @@ vote in time is not in the next record. It asks to join and waits for a record t
 of an island speaks for it.
 """
 
-from __future__ import annotations
-
 import json
 import time
 import uuid

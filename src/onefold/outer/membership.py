@@ -1,7 +1,5 @@
 """Which islands take part now, and the connections between their ranks."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

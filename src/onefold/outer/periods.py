@@ -5,8 +5,6 @@ Streaming DiLoCo   Periods(30, fragments=3, delay=2, keep=0.5)
 DES-LOC            Periods(30, exp_avg=90, exp_avg_sq=180)
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from onefold.errors import ConfigError

@@ -1,7 +1,5 @@
 """One exchange of islands: what is sent, the messages under way, the means that arrive."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field

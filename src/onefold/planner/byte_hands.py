@@ -1,7 +1,5 @@
 """Execute a schedule's actions on byte counters: the counterpart of engine/hands.py."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The devices to plan for: one kind of them, or several side by side."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

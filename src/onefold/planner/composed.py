@@ -8,8 +8,6 @@ Activations of tp are cut along the sequence, or along heads and columns. But at
 feed-forward gather their inputs, and torch keeps them whole for backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil

@@ -4,8 +4,6 @@ docs/measurements/time.md says where every figure comes from, and how far the pu
 from it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches

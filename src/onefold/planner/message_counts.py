@@ -10,8 +10,6 @@ requested. Ranks of unequal shares talk on one axis. layout/messages.py plans th
 their bytes are counted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache

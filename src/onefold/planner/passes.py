@@ -4,8 +4,6 @@ The recipe says which units stay (fit/kept_units.py), and the engine's own sched
 others come and go. So a plan and the engine cannot disagree.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

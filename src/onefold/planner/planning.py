@@ -1,7 +1,5 @@
 """`onefold.plan`: from a model, by name or as a module, to a plan."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ It prints as a table, turns into plain dicts for JSON, and names the command and
 that carry it out.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass

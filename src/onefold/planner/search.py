@@ -1,7 +1,5 @@
 """Try every stage, offload, wire and number of rows: which fit, and which is the best."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -4,8 +4,6 @@ This works on `meta` as on real tensors, as it watches operations. It sees every
 and the module keep, but no memory that a kernel takes and returns inside one call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any

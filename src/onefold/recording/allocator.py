@@ -1,7 +1,5 @@
 """Read how many bytes torch's allocator has handed out."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from collections.abc import Callable

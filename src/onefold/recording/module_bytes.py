@@ -1,7 +1,5 @@
 """Measure what a module's forward leaves in memory until backward: its activations."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from functools import partial

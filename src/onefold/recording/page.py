@@ -4,8 +4,6 @@ The page is one static template, `page.html`, with the report's data in it. The 
 nothing; its own content policy forbids it. Its script draws the charts and tables.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

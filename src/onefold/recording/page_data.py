@@ -1,7 +1,5 @@
 """The data that the page of a report draws: chosen and bounded, so that the page stays small."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence

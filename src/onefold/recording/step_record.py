@@ -4,8 +4,6 @@ Times are seconds since the step began. Bytes are recorded as changes, so they a
 holds `nbytes` from one change to its next.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise

@@ -4,8 +4,6 @@ torch's device-agnostic calls do nearly all of it, so any accelerator works that
 for. CUDA alone has calls of its own: locking the pages of mapped memory, and names of devices.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple

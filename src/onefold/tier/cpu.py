@@ -1,7 +1,5 @@
 """CPU memory for state that has left an accelerator: one arena, and a stream of copies from it."""
 
-from __future__ import annotations
-
 import mmap
 import warnings
 from collections import deque

@@ -1,7 +1,5 @@
 """This host: its cores, memory and versions; and a pause of Python's garbage collector."""
 
-from __future__ import annotations
-
 import gc
 import os
 import platform

@@ -14,8 +14,6 @@ the gradient. The new weights then leave by the stream, and whoever waits for th
 them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Semaphore, local

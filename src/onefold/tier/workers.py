@@ -4,8 +4,6 @@ A worker computes on one thread and is bound to this rank's cores, which the wor
 neither a launcher's OMP_NUM_THREADS=1 nor a kernel's own thread team sets the speed of a step.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterator

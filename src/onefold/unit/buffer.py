@@ -1,7 +1,5 @@
 """A flat buffer with an owner: allocated in a tier, counted in the ledger, refilled."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

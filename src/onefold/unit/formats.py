@@ -43,8 +43,6 @@ the same shape, and decoding in blocks for a CPU's cache 30 to 110 times: it is 
 GPU has kernels of its own (unit/products.py), and decodes large blocks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache

@@ -1,7 +1,5 @@
 """What torch's functions do to a sharded tensor: the tables by which they are dispatched."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -13,8 +13,6 @@ secondary shard (hpZ: ZeRO++, arXiv 2306.10209, section 3.2). The hop begins for
 forward begins, so that the whole forward hides slow links.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from weakref import ref
 

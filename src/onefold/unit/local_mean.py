@@ -4,8 +4,6 @@ Where a step crosses a link to a device, a unit's gradient crosses in a few copi
 some for each parameter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

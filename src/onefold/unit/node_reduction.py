@@ -6,8 +6,6 @@ then exchange gradients once a step.
 Sources: ZeRO++, arXiv 2306.10209, section 3.3 (two hops); MiCS, arXiv 2205.00119, section 3.3.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import partial
 from itertools import accumulate

@@ -5,8 +5,6 @@ local      [own rows] of the weight at rest, a view of the unit's weight buffer
 unsharded  what modules compute with: [all rows] in the compute dtype, a view of the full buffer
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from functools import cached_property, partial

@@ -3,8 +3,6 @@
 Without it a matrix is decoded, and torch multiplies.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import cast
 

@@ -1,7 +1,5 @@
 """Refused uses of a parameter or unit: what was expected, what came, and a hint."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from onefold.errors import StateError

@@ -7,8 +7,6 @@
 See layout/model_axes.py for parameters that model axes have cut before.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 from weakref import ref

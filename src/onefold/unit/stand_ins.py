@@ -4,8 +4,6 @@ A partial gradient shows itself, wrapped. A sum that rests in a node, or is unde
 that refuses to be read. Either way users who clear or replace `.grad` are noticed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Which tokens have their rows in which tile of a table (unit/tiles.py)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import accumulate

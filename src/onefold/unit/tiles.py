@@ -7,8 +7,6 @@ parameters get other names). Here the parameter stays one, cut by rows over the 
 or `F.embedding`, and the parameter passes the call on to `TiledWeight.use`.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

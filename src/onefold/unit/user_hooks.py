@@ -3,8 +3,6 @@
 Hooks of a parameter that modules compute with are autograd's: `engine/gradient_hooks.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

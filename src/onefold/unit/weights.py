@@ -7,8 +7,6 @@
 Edits are counted, so that gathered weights, fetched rows and masters are known to be out of date.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from weakref import ReferenceType, WeakSet

@@ -1,7 +1,5 @@
 """`onefold.from_deepspeed`: the arguments of `shard` for a DeepSpeed configuration."""
 
-from __future__ import annotations
-
 import json
 import os
 import warnings

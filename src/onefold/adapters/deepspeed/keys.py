@@ -4,8 +4,6 @@ The one source of `onefold.from_deepspeed` and of the table in docs/coming-from/
 are those of DeepSpeed 0.19.8, and older ones that configurations still hold.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ Every rank has the same arguments, so every rank raises the same error, before a
 show. So an error names the argument, the variable or the file that an engine came from.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

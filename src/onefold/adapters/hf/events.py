@@ -5,8 +5,6 @@ others wait for its shards. Two small messages a step prevent it: at the end of 
 all ranks are joined, and at its beginning a rank that has left is found, and named.
 """
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager

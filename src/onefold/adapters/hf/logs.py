@@ -4,8 +4,6 @@ Trainer puts callbacks of its integrations (W&B, TensorBoard, MLflow) before tho
 each callback gets the same dictionary in turn. So numbers come from a callback at the front.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

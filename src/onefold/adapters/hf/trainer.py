@@ -13,8 +13,6 @@ Logs get the numbers of `adapters/hf/logs.py`. The mixin saves and resumes by th
 methods instead, on all ranks together.
 """
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

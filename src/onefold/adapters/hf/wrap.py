@@ -11,8 +11,6 @@ parameter that computes. `adopt_trainer` brings a trainer of TRL to its sharded 
 models, generation, inference servers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial

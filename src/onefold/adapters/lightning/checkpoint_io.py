@@ -10,8 +10,6 @@ Lightning writes again and again (`last.ckpt`), stays until then:
 `as_file` makes the single file of it that `load_from_checkpoint` reads.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import shutil

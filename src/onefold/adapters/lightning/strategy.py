@@ -4,8 +4,6 @@ Lightning has two kinds of strategies, whose methods have the same names and oth
 object is a Trainer's. It becomes a Fabric's when Fabric, and Fabric alone, sets its precision.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path

@@ -4,8 +4,6 @@ Lightning's DDP strategy starts processes, knows ranks and reduces metrics. This
 it does to the module, the optimizers and the checkpoints.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext

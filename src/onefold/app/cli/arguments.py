@@ -3,8 +3,6 @@
 The `type` of a flag is a function of the flag's name, for its message, and of the text.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

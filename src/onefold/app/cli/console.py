@@ -3,8 +3,6 @@
 All text is ASCII, except for the bar, which rich draws as the terminal can.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import log
 from pathlib import Path

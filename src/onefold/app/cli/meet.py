@@ -1,7 +1,5 @@
 """`onefold meet`: the store where islands meet, on a host that all ranks reach."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

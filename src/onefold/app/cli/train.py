@@ -1,7 +1,5 @@
 """`onefold train`: train a byte GPT, or any module, on a folder of text, sharded over ranks."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

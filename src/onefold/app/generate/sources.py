@@ -6,8 +6,6 @@ a checkpoint, or a folder of them             exported into a temporary folder f
 config.json, a preset, module:function        random weights
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Text to tokens and back, through a tokenizer or with bytes as tokens; and bytes from a module."""
 
-from __future__ import annotations
-
 import codecs
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Measure how fast this machine moves bytes, and how much of that speed the engine reaches."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import warnings

@@ -5,8 +5,6 @@ A rank with one thread uses its processor time, which stands still while other p
 core. A rank with several threads uses wall time.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Describe this machine: memory, disk, link, backends, and limits that would hurt a run."""
 
-from __future__ import annotations
-
 import os
 import platform
 import resource

@@ -5,8 +5,6 @@ without Onefold, then at stages 0-3, where each rank takes its rows. Stages must
 as one another, and agree with the one process to RELATIVE per step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ A split is a list of spans of files. Each window is read when it is drawn, so a 
 than memory. File names alone decide which files are held out.
 """
 
-from __future__ import annotations
-
 import os
 import sysconfig
 from bisect import bisect_right

@@ -1,7 +1,5 @@
 """Train for `onefold train`: an ordinary script around one call of `onefold.shard`."""
 
-from __future__ import annotations
-
 import time
 from contextlib import nullcontext
 from dataclasses import replace

@@ -11,8 +11,6 @@ At stages 1 and 2 the unsharded weights ("unsharded", not "weight") stay until t
 micro-batches stages 0 and 1 also hold whole gradients, 4n ("partial_grad").
 """
 
-from __future__ import annotations
-
 import resource
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Follow a run: predict its memory, observe its progress, record one step, report its result."""
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -7,8 +7,6 @@ cp   ranks share each row: a piece of its positions (sequence, or context, paral
 The other ranks have rows of their own: the data axis.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, cast
 

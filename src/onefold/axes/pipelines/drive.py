@@ -4,8 +4,6 @@ Each rank examines its own stages. Ranks then exchange what they found over the 
 over the data axis, so every rank raises the same error, before a stage is driven.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 from weakref import WeakSet

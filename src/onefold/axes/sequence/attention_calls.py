@@ -3,8 +3,6 @@
 `Calls` is for plain modules; transformers_split.py has those of models of transformers.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext

@@ -4,8 +4,6 @@ Vocabulary is the 256 bytes, so there is no tokenizer. Pre-norm blocks, causal a
 torch's SDPA, learned positions. Shapes: B rows, T positions, D width, V = 256.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from dataclasses import dataclass
 from math import sqrt

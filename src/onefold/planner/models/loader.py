@@ -3,8 +3,6 @@
 `refuse` checks a name before any rank starts; `build_model` builds the module.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

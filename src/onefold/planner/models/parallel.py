@@ -1,7 +1,5 @@
 """The tensor parallel plan of the byte GPT: which rank computes which heads and hidden features."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn
