@@ -5,8 +5,9 @@ Such a class may keep them in any attribute, also of an object that it shares wi
 parameters, these tables are written again, and the class finds what it looks for.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -41,46 +42,27 @@ class _Renaming:
             if self.sees_modules and any(id(p) in self.new for p in value.parameters()):
                 self.has_found = self.has_modules = True
             return value
-        edit = next((edit for kind, edit in _EDITS.items() if isinstance(value, kind)), None)
-        if edit is not None:
-            flat = [x for pair in value.items() for x in pair] if edit is _fill else list(value)
+        if isinstance(value, dict | list | set | tuple | frozenset):
+            items = value.items() if isinstance(value, dict) else [value]
+            flat = list(chain.from_iterable(items))
             named = [self.of(x, depth + 1) for x in flat]
             is_same = all(a is b for a, b in zip(flat, named, strict=True))
-            return value if is_same else edit(value, named)
+            return value if is_same else _holding(value, named)
         if not callable(value) and isinstance(kept := getattr(value, "__dict__", None), dict):
             self.of(kept, depth + 1)
         return value
 
 
-def _fill(value: dict[Any, Any], flat: list[Any]) -> dict[Any, Any]:
-    value.clear()
-    value.update(zip(flat[::2], flat[1::2], strict=True))
-    return value
-
-
-def _replace(value: list[Any], named: list[Any]) -> list[Any]:
-    value[:] = named
-    return value
-
-
-def _refill(value: set[Any], named: list[Any]) -> set[Any]:
-    value.clear()
-    value.update(named)
-    return value
-
-
-def _remake(value: Any, named: list[Any]) -> Any:
-    make = getattr(value, "_make", type(value))  # a named tuple takes its fields one by one
-    return make(named)
-
-
-_EDITS: dict[type, Callable[[Any, list[Any]], Any]] = {
-    dict: _fill,
-    list: _replace,
-    set: _refill,
-    tuple: _remake,
-    frozenset: _remake,
-}
+def _holding(container: Any, items: list[Any]) -> Any:
+    """Return a container of other items: the same one, where it can be edited."""
+    if isinstance(container, tuple | frozenset):
+        make = getattr(container, "_make", type(container))  # a named tuple takes fields apart
+        return make(items)
+    container.clear()
+    if isinstance(container, dict):
+        items = list(zip(items[::2], items[1::2], strict=True))
+    container.extend(items) if isinstance(container, list) else container.update(items)
+    return container
 
 
 def rename(optimizer: Optimizer, new: Mapping[int, Tensor]) -> None:
