@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from onefold.config import Precision
 from onefold.errors import ConfigError
 from onefold.layout import packed
 from onefold.layout.model_axes import ModelCut, local_of
 from onefold.layout.module_tree import ModuleTree, uncompiled
 from onefold.layout.packed import Place
-from onefold.layout.statistics import Dtypes, keeps_dtype
+from onefold.layout.statistics import keeps_dtype
 
 TABLE_NBYTES = 1 << 20
 """Bytes of an Embedding's weight above which its rows are read, and not the whole table."""
@@ -182,7 +183,7 @@ def plan_units(
     *,
     tiles_tables: bool = False,
     parameters: list[Owned] | None = None,
-    precision: Dtypes | None = None,
+    precision: Precision | None = None,
 ) -> list[UnitPlan]:
     """Group the parameters of a module tree into units, in its order.
 
