@@ -37,23 +37,16 @@ class Scales:
 
     def decoded(self, files: PretrainedFiles, name: str, box: Box) -> Tensor:
         """Return a box of a weight in fp32; read its own bytes, and the scales for them."""
-        offsets, lengths = box
-        values = files.box(name, box).float()
-        firsts = [first // block for first, block in zip(offsets, self.blocks, strict=True)]
-        ends = [
-            -(-(first + length) // block)
-            for first, length, block in zip(offsets, lengths, self.blocks, strict=True)
-        ]
-        counts = [end - first for first, end in zip(firsts, ends, strict=True)]
+        dims = list(zip(*box, self.blocks, strict=True))  # first, length, block
+        firsts = [first // block for first, _, block in dims]
+        counts = [-(-(first + n) // block) - first // block for first, n, block in dims]
         used = len(self.shape)
         scales = files.box(self.name, (tuple(firsts[:used]), tuple(counts[:used]))).float()
         scales = scales.reshape(counts)
-        for dim, (block, first, length) in enumerate(
-            zip(self.blocks, offsets, lengths, strict=True)
-        ):
+        for dim, (first, length, block) in enumerate(dims):
             if counts[dim] > 1:
                 scales = scales.repeat_interleave(block, dim).narrow(dim, first % block, length)
-        return values.mul_(scales).mul_(self.factor)
+        return files.box(name, box).float().mul_(scales).mul_(self.factor)
 
 
 class QuantizedFiles:
