@@ -112,21 +112,17 @@ class _Operation:
 
     number: int
     func: Any
-    args: Any  # views of memories, and small tensors as they were
+    args: Any  # views of memories; small tensors and generators as they were
     kwargs: dict[str, Any]
-    state: Tensor | None  # of the generator, before a draw
-    device: torch.device
     reads: list[_Memory]
     overwrites: _Memory | None
     results: list[tuple[int, _View]] = field(default_factory=list)
 
     def run(self, storages: dict[_Memory, torch.UntypedStorage]) -> None:
         def real(value: Any) -> Any:
-            return value.over(storages) if isinstance(value, _View) else value
+            return value.over(storages) if isinstance(value, _View) else _cloned(value)
 
         args, kwargs = tree_map(real, (self.args, self.kwargs))
-        if self.state is not None:
-            kwargs["generator"] = torch.Generator(self.device).set_state(self.state)
         found = tree_leaves(self.func(*args, **kwargs))
         for index, view in self.results:
             view.over(storages).copy_(found[index])
@@ -211,11 +207,12 @@ class Deferred(TorchDispatchMode):
             is_whole = args[0].numel() * args[0].itemsize == written[0].nbytes
             over = written[0] if is_whole else None
         self._restore(inputs, but=over)
-        func, kwargs, state, device = self._drawing(func, kwargs, inputs)
+        func, kwargs = self._drawing(func, kwargs, inputs)
+        before = {key: _cloned(value) for key, value in kwargs.items()}
         reads = [memory for memory in known if memory is not over]
         operation: _Operation | None = None
         if written:
-            operation = self._described(func, args, kwargs, state, device, reads, over)
+            operation = self._described(func, args, before, reads, over)
         out = func(*args, **kwargs)
         for memory in written:
             assert operation is not None, "it was described before it ran"
@@ -228,7 +225,7 @@ class Deferred(TorchDispatchMode):
                     self._empty(tensor)
                     continue
                 if operation is None:
-                    operation = self._described(func, args, kwargs, state, device, reads, None)
+                    operation = self._described(func, args, before, reads, None)
                 memory = self._know(tensor, may_drop=name in FACTORIES)
                 operation.results.append((index, _View.of(memory, tensor)))
                 memory.note(operation)
@@ -240,39 +237,34 @@ class Deferred(TorchDispatchMode):
 
     def _drawing(
         self, func: Any, kwargs: dict[str, Any], inputs: list[Tensor]
-    ) -> tuple[Any, dict[str, Any], Tensor | None, torch.device]:
-        """Return the same draw from this object's generator, and the state before it."""
+    ) -> tuple[Any, dict[str, Any]]:
+        """Return the same draw from this object's generator."""
         device = kwargs.get("device") or (inputs[0].device if inputs else torch.device("cpu"))
-        if torch.Tag.nondeterministic_seeded not in func.tags or device.type == "meta":
-            return func, kwargs, None, device
-        generator = kwargs.get("generator")
-        if generator is None:
-            try:
-                func, _ = with_generator(func)
-            except RuntimeError as error:
-                wanted = "initializers to draw by operations that take a generator"
-                hint = "build the module on a real device"
-                raise ConfigError(wanted, str(func), hint=hint) from error
-            where = next(known for known in self._states if known.type == device.type)
-            if where not in self._generators:
-                self._generators[where] = torch.Generator(where).set_state(self._states[where])
-            generator = self._generators[where]
-        return func, {**kwargs, "generator": generator}, generator.get_state(), generator.device
+        is_draw = torch.Tag.nondeterministic_seeded in func.tags and device.type != "meta"
+        if not is_draw or kwargs.get("generator") is not None:
+            return func, kwargs
+        try:
+            func, _ = with_generator(func)
+        except RuntimeError as error:
+            wanted = "initializers to draw by operations that take a generator"
+            hint = "build the module on a real device"
+            raise ConfigError(wanted, str(func), hint=hint) from error
+        where = next(known for known in self._states if known.type == device.type)
+        if where not in self._generators:
+            self._generators[where] = torch.Generator(where).set_state(self._states[where])
+        return func, {**kwargs, "generator": self._generators[where]}
 
     def _described(
-        self, func: Any, args: Any, kwargs: dict[str, Any], state: Tensor | None,
-        device: torch.device, reads: list[_Memory], over: _Memory | None,
-    ) -> _Operation:  # fmt: skip
+        self, func: Any, args: Any, kwargs: Any, reads: list[_Memory], over: _Memory | None
+    ) -> _Operation:
         def kept(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
             memory = self._memory_of(value)
             return value.clone() if memory is None else _View.of(memory, value)
 
-        others = {key: value for key, value in kwargs.items() if key != "generator"}
-        kept_args, kept_kwargs = tree_map(kept, (args, others))
-        number = next(self._numbers)
-        return _Operation(number, func, kept_args, kept_kwargs, state, device, reads, over)
+        kept_args, kept_kwargs = tree_map(kept, (args, kwargs))
+        return _Operation(next(self._numbers), func, kept_args, kept_kwargs, reads, over)
 
     def _memory_of(self, tensor: Tensor) -> _Memory | None:
         if not _is_plain(tensor):
@@ -296,7 +288,7 @@ class Deferred(TorchDispatchMode):
         memory = self._know(tensor, may_drop=True)
         args = (_View.of(memory, tensor), _blank_of(tensor))
         number, fill = next(self._numbers), torch.ops.aten.fill_.Scalar
-        memory.log.append(_Operation(number, fill, args, {}, None, tensor.device, [], memory))
+        memory.log.append(_Operation(number, fill, args, {}, [], memory))
         if memory.storage is None:
             tensor.data.fill_(args[1])  # which does not count as a write
         else:
@@ -372,6 +364,11 @@ def with_generator(func: Any) -> tuple[Any, int]:
         if "generator" in names and [name for name in names if name != "generator"] == wanted:
             return other, names.index("generator")
     raise RuntimeError(f"{func} takes no generator")
+
+
+def _cloned(value: Any) -> Any:
+    """A generator as it is now; another value itself."""
+    return value.clone_state() if isinstance(value, torch.Generator) else value
 
 
 def _is_plain(value: Any) -> bool:
