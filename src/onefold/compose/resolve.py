@@ -22,7 +22,6 @@ from onefold.config import (
     STAGES,
     Inference,
     Offload,
-    Precision,
     Stage,
     check_offload,
     offload_of,
@@ -44,7 +43,7 @@ from onefold.fit.shares import (
 from onefold.layout.module_tree import ModuleTree
 from onefold.layout.units import Owned, UnitChoice, UnitPlan, owned_parameters, plan_units
 from onefold.planner.memory import needs_of
-from onefold.recipe import Member, Recipe, UnitRecipe
+from onefold.recipe import Recipe, UnitRecipe
 from onefold.wire.collectives import Group
 from onefold.wire.devices import check_devices, device_of
 from onefold.wire.ranks import Ranks, local_place, meet, two_axes_of_launcher
@@ -158,7 +157,7 @@ def examine(tree: ModuleTree, optimizer: object, choices: Choices, data: Group) 
         units=tuple(
             UnitRecipe(
                 plan.name,
-                tuple(_member(owned, dtypes) for owned in plan.members),
+                tuple(owned.member(dtypes) for owned in plan.members),
                 plan.tile_nbytes,
                 is_joined=index > 0 and plan.joins(plans[index - 1]),
                 ranks=own.everyone.world_size if (own := own_meshes.ranks_of(plan)) else 0,
@@ -169,16 +168,6 @@ def examine(tree: ModuleTree, optimizer: object, choices: Choices, data: Group) 
     parts = ModuleParts(tree, optimizers, parameters, plans)
     names_wire = isinstance(choices.wire, str)
     return Arguments(parts, recipe, opens_stage, names_wire, opens_shares)
-
-
-def _member(owned: Owned, dtypes: Precision) -> Member:
-    member = Member.of(
-        owned.fqn, owned.values, dtypes, is_packed=owned.is_packed, keeps_dtype=owned.keeps_dtype
-    )
-    if owned.model is None:
-        return member
-    trains = owned.parameter.requires_grad  # a local tensor does not say so
-    return replace(member, requires_grad=trains, cut=str(owned.model))
 
 
 def _order_members(plans: Sequence[UnitPlan], optimizers: Sequence[Optimizer]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from onefold.layout.model_axes import ModelCut, local_of
 from onefold.layout.module_tree import ModuleTree, uncompiled
 from onefold.layout.packed import Place
 from onefold.layout.statistics import keeps_dtype
+from onefold.recipe import Member
 
 TABLE_NBYTES = 1 << 20
 """Bytes of an Embedding's weight above which its rows are read, and not the whole table."""
@@ -52,6 +53,15 @@ class Owned:
         for module, name in self.owners:
             module._parameters[name] = parameter
         self.parameter = parameter
+
+    def member(self, precision: Precision) -> Member:
+        """Describe the parameter in a unit that computes in `precision`."""
+        choices = {"is_packed": self.is_packed, "keeps_dtype": self.keeps_dtype}
+        member = Member.of(self.fqn, self.values, precision, **choices)
+        if self.model is None:
+            return member
+        trains = self.parameter.requires_grad  # a local tensor does not say so
+        return replace(member, requires_grad=trains, cut=str(self.model))
 
     def replicate(self, mesh: Any) -> None:
         """Count the parameter as a copy on each rank of model axes, which cut others."""

@@ -168,16 +168,7 @@ def estimated(plans: Sequence[UnitPlan], tokens: int, precision: Precision) -> T
     units: list[UnitWork] = []
     kept: list[int] = []
     for plan in plans:
-        members = tuple(
-            Member.of(
-                owned.fqn,
-                owned.parameter,
-                precision,
-                is_packed=owned.is_packed,
-                keeps_dtype=owned.keeps_dtype,
-            )
-            for owned in plan.members
-        )
+        members = tuple(owned.member(precision) for owned in plan.members)
         nbytes = flops = 0
         for member, owned in zip(members, plan.members, strict=True):
             is_table = any(isinstance(owner, nn.Embedding) for owner, _ in owned.owners)

@@ -185,11 +185,7 @@ class _Tracer:
     def _unit(self, index: int, plan: UnitPlan, precision: Precision) -> UnitWork:
         members: list[Member] = []
         for position, owned in enumerate(plan.members):
-            parameter = owned.parameter
-            member = Member.of(
-                owned.fqn, parameter, precision, is_packed=owned.is_packed,
-                keeps_dtype=owned.keeps_dtype,
-            )  # fmt: skip
+            parameter, member = owned.parameter, owned.member(precision)
             if member.compute_dtype != member.dtype:
                 parameter.data = parameter.data.to(member.compute_dtype)
             if parameter.requires_grad:
