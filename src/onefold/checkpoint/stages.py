@@ -313,14 +313,12 @@ class Stages:
 
 def _own(optimizers: Iterable[Any], engine: Engine) -> list[Any]:
     """The optimizers that hold a parameter of this module; all that are none."""
-    return [
-        optimizer
-        for optimizer in optimizers
-        if not isinstance(optimizer, Optimizer)
-        or any(
-            id(t) in engine.by_sharded for group in optimizer.param_groups for t in group["params"]
-        )
-    ]
+
+    def holds(optimizer: Optimizer) -> bool:
+        held = (tensor for group in optimizer.param_groups for tensor in group["params"])
+        return any(id(tensor) in engine.by_sharded for tensor in held)
+
+    return [o for o in optimizers if not isinstance(o, Optimizer) or holds(o)]
 
 
 def restore_group(group: dict[str, Any], saved: dict[str, Any]) -> None:

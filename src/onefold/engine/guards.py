@@ -48,6 +48,7 @@ def guard_root(module: nn.Module) -> None:
 
 def guard_parts(parts: Iterable[nn.Module], engine: Engine) -> None:
     """Guard those of a module's parts that are not guarded yet."""
+    is_gathered = engine.recipe.shards_parameters and engine.group.world_size > 1
     for part in parts:
         if "_apply" not in part.__dict__:
             _put_first(part, "_apply", _Unpickled(_apply, ref(part), ref(engine)))
@@ -56,26 +57,22 @@ def guard_parts(parts: Iterable[nn.Module], engine: Engine) -> None:
             part.register_load_state_dict_pre_hook(partial(_cut_entries, ref(engine)))
             if callable(getattr(part, "resize_token_embeddings", None)):  # of transformers
                 part.__dict__["resize_token_embeddings"] = _refuse_resize
-            if _must_run_together(part, engine) or _drops_layers(part, engine):
+            if is_gathered and (_must_run_together(part, engine) or _drops_layers(part, engine)):
                 part.__dict__.update(GENERATES_TOGETHER)
 
 
 def _must_run_together(part: nn.Module, engine: Engine) -> bool:
-    """True for a part whose `generate` would hang where one rank has finished before the others.
+    """True for a gathered part whose `generate` would hang where one rank has finished first.
 
     The class is asked: wrappers of adapters pass on the attributes of the model inside. `generate`
     asks all ranks of the process group, so these must be the ranks of the module.
     """
-    group, is_gathered = engine.group, engine.recipe.shards_parameters
-    if not is_gathered or group.world_size == 1 or group.world_size != dist.get_world_size():
-        return False
-    return callable(getattr(type(part), "generate", None))
+    is_everyone = engine.group.world_size == dist.get_world_size()
+    return is_everyone and callable(getattr(type(part), "generate", None))
 
 
 def _drops_layers(part: nn.Module, engine: Engine) -> bool:
     """True for a gathered part whose forward asks whether to run all layers on all ranks."""
-    if not engine.recipe.shards_parameters or engine.group.world_size == 1:
-        return False
     code = getattr(inspect.unwrap(type(part).forward), "__code__", None)
     drops = code is not None and "is_fsdp_managed_module" in code.co_names
     share = getattr(getattr(part, "config", None), "layerdrop", 0.0)

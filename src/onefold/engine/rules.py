@@ -110,14 +110,10 @@ def may_fuse(optimizer: Optimizer, group: dict[str, Any], states: Collection[Sta
     """
     if type(optimizer) is torch.optim.SGD and 0 < sum(map(bool, states)) < len(states):
         return False
-    return (
-        type(optimizer) in FUSED
-        and group.get("fused", False) is None
-        and not group.get("foreach")
-        and not group.get("differentiable")
-        and not group.get("capturable")
-        and all(tensor.is_floating_point() for tensor in group["params"])
-    )
+    is_open = type(optimizer) in FUSED and group.get("fused", False) is None
+    if not is_open or any(map(group.get, ("foreach", "differentiable", "capturable"))):
+        return False
+    return all(tensor.is_floating_point() for tensor in group["params"])
 
 
 PROBE_NUMEL = 2

@@ -58,9 +58,8 @@ def unit_bytes(
     rest = sum(round_up(n, multiple) for n in own) if is_cut else full_numel
     stepped, is_narrow = stepped_itemsize(first, recipe)
     offload = recipe.offload
-    is_elsewhere = recipe.device_type != "cpu" and (offload.parameters == "device") != (
-        offload.optimizer == "device"
-    )
+    are_apart = (offload.parameters == "device") != (offload.optimizer == "device")
+    is_elsewhere = recipe.device_type != "cpu" and are_apart
     casts = any(member.itemsize != member.compute_itemsize for member in members)
     decoded = sum(member.decoded_nbytes for member in members)
     is_resident = not is_cut and not casts and recipe.rests_near and not decoded
@@ -70,9 +69,8 @@ def unit_bytes(
         pieces = zip(own if is_cut else numels, trained, strict=True)
         moments_numel = sum(round_up(n, step) for n, is_trained in pieces if is_trained)
     trained_numels = [n if is_trained else 0 for n, is_trained in zip(numels, trained, strict=True)]
-    is_across = recipe.device_type != "cpu" and (
-        offload.optimizer != "device" or not recipe.rests_near
-    )  # see unit/local_mean.py
+    leaves = offload.optimizer != "device" or not recipe.rests_near
+    is_across = recipe.device_type != "cpu" and leaves  # see unit/local_mean.py
     grad_numel = rest if world > 1 or is_across else sum(trained_numels)  # else autograd's own
     computes = first.compute_itemsize
     return UnitBytes(

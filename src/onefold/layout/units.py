@@ -247,15 +247,10 @@ def _is_table(owned: Owned) -> bool:
 
 def _can_be_tiled(owned: Owned) -> bool:
     """True for the weight of Linears and Embeddings alone."""
-    return (
-        not owned.is_packed
-        and owned.model is None
-        and owned.parameter.dim() == 2
-        and all(
-            isinstance(module, nn.Linear | nn.Embedding) and name == "weight"
-            for module, name in owned.owners
-        )
-    )
+    if owned.is_packed or owned.model is not None or owned.parameter.dim() != 2:
+        return False
+    kinds = nn.Linear | nn.Embedding
+    return all(isinstance(part, kinds) and name == "weight" for part, name in owned.owners)
 
 
 def _add_callers(

@@ -175,17 +175,13 @@ def tier_seconds(recipe: Recipe, run: Conditions, machine: Machine) -> dict[str,
     rate = machine.disk_rate if offload.parameters == "disk" else host
     by_cpu, streamed = run.state_nbytes / machine.cpu_rate, STREAMED_NBYTES / host
     is_faster = machine.launches_hide and streamed < by_cpu  # where there is a device
-    streams = (
-        offload.optimizer == "cpu"
-        and offload.parameters != "disk"
-        and (offload.step == "device" or (offload.step == "auto" and is_faster))
-    )
+    wanted = offload.step == "device" or (offload.step == "auto" and is_faster)
+    streams = offload.optimizer == "cpu" and offload.parameters != "disk" and wanted
     returns = offload.parameters == "device" and not streams
+    on_disk = own * (run.state_nbytes - 4) / machine.disk_rate
     return {
         "flush": own * (STREAMED_NBYTES if streams else run.grad_itemsize) / host,
-        "disk": own * (run.state_nbytes - 4) / machine.disk_rate
-        if offload.optimizer == "disk"
-        else 0.0,
+        "disk": on_disk if offload.optimizer == "disk" else 0.0,
         "cpu": 0.0 if streams else own * by_cpu,
         "publish": own * run.weight_itemsize / host if returns else 0.0,
         "fetch": own * run.weight_itemsize / rate if offload.parameters != "device" else 0.0,

@@ -316,10 +316,9 @@ class _Events:
 
     def _count_whole(self, event: Event) -> None:
         """Count the blocks whose gathered inputs are alive: from forward, or from recompute."""
-        block = self._job.anatomy.block_of(self._trace.units[event.unit].name)
-        is_first = event.unit == 0 or block != self._job.anatomy.block_of(
-            self._trace.units[event.unit - 1].name
-        )
+        block_of, units = self._job.anatomy.block_of, self._trace.units
+        block = block_of(units[event.unit].name)
+        is_first = event.unit == 0 or block != block_of(units[event.unit - 1].name)
         if block < 0 or not is_first:
             return
         is_kept = event.unit not in self._again

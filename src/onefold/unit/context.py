@@ -373,6 +373,7 @@ class UnitSpec:
         is_alone = context.mesh is None and not context.exchanges and context.sources == 1
         shapes = [(owned.fqn, tuple(owned.values.shape)) for owned in plan.members]
         cuts = [owned.model for owned in plan.members if owned.model is not None]
+        is_plain = not (steps_in_blocks or plan.is_multiplied or cuts)
         # by rows: a node that gathers has one range of rows, and a tile consists of rows
         by_rows = context.routes.gather_hops is not None or plan.tile_nbytes > 0
         by_rows |= not all(cut.is_even for cut in cuts)  # model axes: the same dim on all ranks
@@ -392,13 +393,7 @@ class UnitSpec:
             is_resident=is_resident,
             steps_in_blocks=steps_in_blocks,
             is_packed=plan.is_packed,
-            computes_on_sharded=(
-                is_resident
-                and is_alone
-                and not steps_in_blocks
-                and not plan.is_multiplied
-                and not cuts
-            ),
+            computes_on_sharded=is_resident and is_alone and is_plain,
             is_trained=plan.is_trained,
         )
 

@@ -53,9 +53,8 @@ class UnitGather:
         rest, self._copies = weights.rest, weights.context.tiers.copies
         self._copy = torch._foreach_copy_ if self._copies is None else self._copies.copy
         self._num_tags = rest.world_size if weights.context.gathers else 0
-        self._reads_directly = weights.context.reads_directly and (
-            weights.dtype == weights.compute_dtype
-        )
+        is_cast = weights.dtype != weights.compute_dtype
+        self._reads_directly = weights.context.reads_directly and not is_cast
         self.full_numel = rest.full_numel + self._num_tags
         """Elements of a full buffer: the regions, and a tag for each rank if it is gathered."""
 

@@ -74,11 +74,9 @@ class ShardedForm:
         copies, own = everyone.world_size // world, everyone.rank // world
         if context.rest_world == 1 or self.slot.replicated:
             copies, own = everyone.world_size, everyone.rank
-        is_first = model is None or not any(
-            model.mesh.get_local_rank(axis)
-            for axis, placement in enumerate(model.placements)
-            if placement.is_replicate()
-        )
+        placements = enumerate(() if model is None else model.placements)
+        axes = [axis for axis, placement in placements if placement.is_replicate()]
+        is_first = model is None or not any(map(model.mesh.get_local_rank, axes))
         return is_first and number % copies == own
 
     def make_template(self) -> DTensor | None:

@@ -307,9 +307,8 @@ class WholeWeights:
 
 def is_peft(module: nn.Module) -> bool:
     """True for a model that PEFT has wrapped, whose base is not saved."""
-    return isinstance(getattr(module, "peft_config", None), dict) and callable(
-        getattr(module, "get_base_model", None)
-    )
+    has_adapters = isinstance(getattr(module, "peft_config", None), dict)
+    return has_adapters and callable(getattr(module, "get_base_model", None))
 
 
 def _wanted(module: nn.Module, engine: Engine) -> frozenset[str] | None:

@@ -151,11 +151,8 @@ def as_text(plan: InferencePlan, name: str) -> Iterator[str]:
     tiers = {None: "on the device", "cpu": "in CPU memory", "disk": "on disk"}
     rest = "exact" if ask.rest is None else ask.rest
     kept = f"{plan.num_stay} of {counted(len(plan.recipe.units), 'unit')} stay"
-    read = (
-        f"{format_bytes(held.read)} from {LINKS[plan.link]}"
-        if plan.link
-        else "nothing: all is there"
-    )
+    source = f"{format_bytes(held.read)} from {LINKS[plan.link]}" if plan.link else ""
+    read = source or "nothing: all is there"
     facts = [
         ("fits", _verdict(plan)),
         ("weights rest", f"{tiers[ask.offload]}, {rest}: {format_bytes(held.at_rest)} a rank"),

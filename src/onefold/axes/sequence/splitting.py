@@ -116,10 +116,8 @@ def _calls_of(module: nn.Module, group: Group, positions: str | None, inputs: bo
 def _check(module: nn.Module, group: Group) -> None:
     """Raise `ConfigError` for a module that cannot be split over these ranks."""
     for name, part in module.named_modules():
-        mixes = isinstance(part, _MIXERS) or (
-            isinstance(part, nn.Conv1d) and part.kernel_size > (1,)
-        )
-        if group.world_size > 1 and mixes:
+        is_wide = isinstance(part, nn.Conv1d) and part.kernel_size > (1,)
+        if group.world_size > 1 and (is_wide or isinstance(part, _MIXERS)):
             wanted = "positions to be mixed by F.scaled_dot_product_attention alone"
             hint = "it would see this rank's positions alone"
             raise ConfigError(wanted, f"torch.nn.{type(part).__name__} at {name!r}", hint=hint)

@@ -266,7 +266,5 @@ def _check_call(model: PreTrainedModel, arguments: Arguments) -> None:
 
 def _sums_tokens(model: PreTrainedModel) -> bool:
     """True if the model's own loss takes shifted labels and the number to divide by."""
-    wanted = {"shift_labels", "num_items_in_batch"}
-    return takes(model, "shift_labels") and wanted <= set(
-        inspect.signature(model.loss_function).parameters
-    )
+    taken = inspect.signature(model.loss_function).parameters
+    return takes(model, "shift_labels") and {"shift_labels", "num_items_in_batch"} <= set(taken)
