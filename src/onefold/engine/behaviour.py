@@ -33,7 +33,6 @@ from onefold.engine.probe import (
     Question,
     Run,
     is_moment,
-    is_number,
     is_plain,
     numel_of,
     parameters_of,
@@ -266,10 +265,7 @@ def _elementwise(question: Question) -> Run | None:
 
 def _flat_like(question: Question, shapes: Sequence[Sequence[int]]) -> Run | None:
     together, flat = stepped(question, shapes), stepped(question, [(numel_of(shapes),)])
-    entries = [
-        (run, value) for run in (together, flat) for e in run.entries() for value in e.values()
-    ]
-    can_cut = all(is_moment(value, run) or is_number(value) for run, value in entries)
+    can_cut = all(run.can_be_cut() for run in (together, flat))
     can_cut = can_cut and not together.has_marked(question)
     draws = together.has_drawn or flat.has_drawn  # of large parameters
     return flat if can_cut and not draws and flat.is_like(together) else None
@@ -280,12 +276,8 @@ def _adds(question: Question) -> Run | None:
     together = stepped(question, [*MATRICES, *MATRICES])
     rows = summed_rows(lambda total: total + total)
     flat = stepped(question, [(numel_of(MATRICES),)], like=rows)
-    values = (value for entry in flat.entries() for value in entry.values())
-    can_cut = all(is_moment(value, flat) or is_number(value) for value in values)
-    is_right = (
-        can_cut and not (flat.has_common() or flat.has_drawn) and flat.is_like(together, ROUNDED)
-    )
-    return flat if is_right else None
+    can_cut = flat.can_be_cut() and not (flat.has_common() or flat.has_drawn)
+    return flat if can_cut and flat.is_like(together, ROUNDED) else None
 
 
 def _steps_blocks(question: Question, wanted: Run) -> bool:

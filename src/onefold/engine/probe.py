@@ -106,8 +106,7 @@ class Run:
         mine, wanted = self.moved.nan_to_num(), other.moved.nan_to_num()[: len(self.start)]
         atol = tolerance * 1e-3 * wanted.abs().max().item()
         is_near = torch.allclose(mine, wanted, rtol=tolerance, atol=atol)
-        numbers = self.numbers(other), other.numbers(other)
-        return is_near and _are_near(*numbers, tolerance)
+        return is_near and _are_near(self.numbers(other), other.numbers(other), tolerance)
 
     def numbers(self, counted: Run) -> dict[str, Any]:
         """The numbers and words that the class keeps in its group.
@@ -115,12 +114,9 @@ class Run:
         Without those that count elements in the run `counted`, as in heavyball 3.2.1: a count that
         changes a step is seen in what has moved.
         """
-        return {k: v for k, v in self._kept().items() if not counted.is_count(k)}
-
-    def is_count(self, key: str) -> bool:
-        """True for a number of the group that is that of all elements."""
-        value = self._kept().get(key)
-        return type(value) is int and value == len(self.start)
+        numel = len(counted.start)
+        counts = {k for k, v in counted._kept().items() if type(v) is int and v == numel}
+        return {k: v for k, v in self._kept().items() if k not in counts}
 
     def _kept(self) -> dict[str, Any]:
         group = self.optimizer.param_groups[0]
@@ -133,6 +129,11 @@ class Run:
     def names(self) -> set[str]:
         """Names of the states of all parameters."""
         return {name for entry in self.entries() for name in entry}
+
+    def can_be_cut(self) -> bool:
+        """True if each state has an element for each of its parameter's, or is a number."""
+        values = (value for entry in self.entries() for value in entry.values())
+        return all(is_moment(value, self) or is_number(value) for value in values)
 
     def has_marked(self, question: Question) -> bool:
         """True if the class has put attributes on parameters, or changed them."""
