@@ -106,9 +106,8 @@ class Anchors:
         for parameter in (parameter for unit in units for parameter in unit.parameters):
             if parameter not in known and _is_exchanged(parameter):
                 wanted = "islands to exchange all parameters that train"
-                got = (
-                    f"{parameter.fqn!r}, which was frozen or absent when onefold.islands was called"
-                )
+                late = "was frozen or absent when onefold.islands was called"
+                got = f"{parameter.fqn!r}, which {late}"
                 hint = "call onefold.islands while it trains, and freeze it afterwards"
                 where = parameter.unit.context.where
                 raise StateError(wanted, got, where=where, hint=hint)

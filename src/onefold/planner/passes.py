@@ -136,14 +136,14 @@ def _large(recipe: Recipe, use: Use, held: UnitBytes) -> _Large:
     return _Large(sum(reads), rooms, tuple(sorted(reads)[-alive:]), messages)
 
 
-def pass_bytes(recipe: Recipe, uses: Sequence[Use], rank: int | None = None) -> PassBytes:
+def pass_bytes(recipe: Recipe, uses: Sequence[Use]) -> PassBytes:
     """Play some passes of a module whose units are used in this order."""
-    held = held_by(recipe, rank)
+    held = held_by(recipe)
     player = _Player(recipe, held)
     for _ in range(NUM_PASSES):
         player.play(uses)
     return PassBytes(
-        read=streamed_nbytes(recipe, rank, uses),
+        read=streamed_nbytes(recipe, uses=uses),
         peak=player.peak + stack_nbytes(recipe),
         at_rest=sum(unit_held.weight for unit_held in held),
         stay=sum(

@@ -19,7 +19,6 @@ from onefold.recording.allocator import allocator_probe
 _WAITS = ("wait", "wait_step")
 """Spans of the training thread in which it waits for a message, or for a background step."""
 
-
 STEPS = 10
 """Rates are those of the last steps, at most so many."""
 
