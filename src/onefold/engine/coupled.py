@@ -8,8 +8,6 @@ Classes that call collectives by themselves are found while they are probed (`re
 LBFGS searches over all parameters. `share_losses` lets ranks that hold whole copies search alike.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any

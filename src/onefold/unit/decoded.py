@@ -11,8 +11,6 @@ numbers, but no numbers, as one NaN stands in for them all. `F.linear` (nn.Linea
 experts are, is the PackedMatrix of one. Any other operation gets the decoded numbers.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -15,8 +15,6 @@ first. Any other differentiable use (a tied head by `F.linear(x, self.embed.weig
 and passes the unsharded parameter on. So the gradient flows to the tensor that computes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 

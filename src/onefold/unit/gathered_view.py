@@ -6,8 +6,6 @@ rows. A write gathers anew, because rows may have changed since, and runs on a v
 Each rank then keeps its own rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -4,8 +4,6 @@ torch's DTensor gives `norm.item()` of this rank's part: a plain script would lo
 each rank. And DTensor loses an indexed write, because it writes to a gathered copy.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache

@@ -13,8 +13,6 @@ share of ranks that used the parameter, and the mean of the tags.
 A hop refers to no unit, parameter or `.grad`: it takes indices of parameters, tensors and flags.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 

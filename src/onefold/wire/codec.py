@@ -37,8 +37,6 @@ scale: divided by 4, a power of two next to sqrt(32). The five stages add neighb
 16 apart, in this order, in fp32 and without fused multiply-adds.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

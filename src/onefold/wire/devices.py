@@ -1,7 +1,5 @@
 """Which device a rank computes on."""
 
-from __future__ import annotations
-
 import os
 import socket
 import warnings

@@ -7,8 +7,6 @@ Pieces may have any length. On gloo, broadcasts and `all_to_all` are 2-4 times a
 gathers and reductions, which stage everything in hidden copies.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Generic, TypeVar

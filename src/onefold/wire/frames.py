@@ -1,7 +1,5 @@
 """Tell from a thread's frames which call it is in, and at which line of the user's code."""
 
-from __future__ import annotations
-
 import faulthandler
 import linecache
 import os

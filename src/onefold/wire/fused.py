@@ -4,8 +4,6 @@ Without it, and for other dtypes, torch's operations take their place: the same 
 hundreds of launches. A kernel that does not compile is reported once, and not tried again.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from functools import cache

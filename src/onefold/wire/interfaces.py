@@ -5,8 +5,6 @@ loopback address, and ranks wait for peers that dial themselves. The launcher ha
 an address that all hosts reach, MASTER_ADDR. gloo should listen on the interface towards it.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import socket

@@ -4,8 +4,6 @@ torchrun sets them all. Wrappers around srun and mpirun, PyTorchJob, `accelerate
 of Ray set at least `NAMES`.
 """
 
-from __future__ import annotations
-
 import os
 import warnings
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Start short-lived CPU ranks on this machine for a measurement."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

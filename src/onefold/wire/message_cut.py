@@ -1,7 +1,5 @@
 """Pack the regions of one message that share it, and unpack them (layout/messages.py)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import cast
 

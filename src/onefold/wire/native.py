@@ -1,7 +1,5 @@
 """How the C kernel of kernels/codec.c is called, where it was compiled and this CPU runs it."""
 
-from __future__ import annotations
-
 import ctypes
 from functools import cache
 from typing import Any, NamedTuple

@@ -11,8 +11,6 @@ travel and is not rounded.
 On a GPU each message is one launch on either side, where there are kernels (wire/fused.py).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version

@@ -3,8 +3,6 @@
 Ranks that have met are connected by lanes, and answer roll calls.
 """
 
-from __future__ import annotations
-
 import atexit
 import socket
 import time

@@ -6,8 +6,6 @@ a collective, with the name of that. If no rank can go on, all of them raise the
 one is busy elsewhere, those that wait raise the list at the timeout.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -11,8 +11,6 @@ The rank that fails raises its own error, whatever it is. The others raise an `O
 names the rank, of the same class if the error is ours.
 """
 
-from __future__ import annotations
-
 import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -9,8 +9,6 @@ Gradients are summed in rank order in the dtype of the result, so that every sta
 a buffer gives the same bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol

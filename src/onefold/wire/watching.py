@@ -6,8 +6,6 @@ the events. Where no rank can go on, or the time is up, the thread ends the comm
 the device goes on and the host with it, and the next message raises the reason.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

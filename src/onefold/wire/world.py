@@ -1,7 +1,5 @@
 """Join the ranks that a launcher started, and leave them in every case."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Iterator

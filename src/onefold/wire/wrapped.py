@@ -2,8 +2,6 @@
 device streams of their own, so that they run beside compute.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress

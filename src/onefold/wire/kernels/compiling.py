@@ -3,8 +3,6 @@
 Only the standard library is imported, as nothing else is there yet (hatch_build.py runs this file).
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import tempfile

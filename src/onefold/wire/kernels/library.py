@@ -4,8 +4,6 @@ Each kernel is there once for each instruction set. `onefold_<kernel>_name(index
 this CPU runs, the fastest first, and NULL after the last; calls take the index.
 """
 
-from __future__ import annotations
-
 import ctypes
 from functools import cache
 from pathlib import Path
