@@ -128,7 +128,33 @@ class Narrow(Each):
         return state["mean"].lerp_((p.grad / p.grad.norm()).bfloat16(), 0.1).to(p) + state["like"]
 
 
-CLASSES = [NoneMarks, OtherKeys, Tables, Counting, Hidden, Narrow]
+class Divided(torch.optim.Optimizer):
+    """A rate by a sum that divides by a state, which begins above 0 (DAdaptAdaGrad).
+
+    As in pytorch_optimizer 4.1.0, `max` hides a sum that is not a number: the rate stays.
+    """
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1.0, "d": 1e-2, "sum": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        group = self.param_groups[0]
+        held = [p for p in group["params"] if p.grad is not None]
+        for p in held:
+            state = self.state[p]
+            if not state:
+                state.update(total=torch.zeros_like(p), squares=torch.full_like(p, 1e-6))
+            state["squares"].add_(p.grad.square())
+            state["total"].add_(p.grad, alpha=group["d"])
+            weighted = state["total"].square() / state["squares"].sqrt()
+            group["sum"] += float(weighted.sum())
+        group["d"] = max(group["d"], min(group["sum"], 2 * group["d"]))
+        for p in held:
+            p.sub_(self.state[p]["total"] / self.state[p]["squares"].sqrt())
+
+
+CLASSES = [NoneMarks, OtherKeys, Tables, Counting, Hidden, Narrow, Divided]
 
 
 def built(make, seed=0, dtype=torch.float32, **choices):
@@ -157,6 +183,23 @@ def resumed(rank, folder, make, choices):
     onefold.save(folder, module, optimizer)
     steps(module, optimizer, 2, 3)
     return weights_of(module), continued(rank, folder, make, choices)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_sums_go_on_where_flat_groups_are_cut_again(stage):
+    def body(rank, is_loaded):
+        module, optimizer = built(Divided, dtype=torch.float64, stage=stage)
+        steps(module, optimizer, 0, 1)
+        if is_loaded:
+            optimizer.load_state_dict(optimizer.state_dict())
+        steps(module, optimizer, 2, 3)
+        return optimizer.param_groups[0]["d"], *weights_of(module)
+
+    for (d, *wanted), (again, *got) in zip(
+        *(run_ranks(3, body, k) for k in (False, True)), strict=True
+    ):
+        assert again == d > 1e-2
+        assert all(map(torch.equal, got, wanted))
 
 
 def continued(rank, folder, make, choices):

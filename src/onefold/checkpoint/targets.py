@@ -401,11 +401,8 @@ def _blank(unit: Unit, binding: OptimizerBinding) -> Tensor:
 
     Parameters of one param group lie together. Parameters of none, such as frozen ones, come last.
     """
-    rank = unit.context.rest_rank
     held = [i for i, p in enumerate(unit.parameters) if binding.holds(p)]
-    flat = unit.stepped.new_empty(unit.rest.span(0, held[-1], rank)[1])
-    gaps = torch.tensor(unit.rest.gaps(rank), dtype=torch.int64)
-    return flat.index_fill_(0, gaps[gaps < len(flat)].to(flat.device), 0)
+    return unit.stepped.new_empty(unit.rest.span(0, held[-1], unit.context.rest_rank)[1])
 
 
 def _nested(values: dict[str, Any], paths: dict[str, Keys]) -> dict[str, Any]:

@@ -54,6 +54,12 @@ class FlatGroup:
         start = parameter.slot.shard_offsets[parameter.unit.context.rest_rank] - self.start
         return value[start : start + parameter.local.numel()].view(parameter.local.shape)
 
+    def gaps(self) -> Tensor:
+        """Return its elements that belong to no parameter [num], int64."""
+        gaps = torch.tensor(self.unit.rest.gaps(self.unit.context.rest_rank), dtype=torch.int64)
+        gaps = gaps.to(self.tensor.device) - self.start
+        return gaps[(gaps >= 0) & (gaps < self.tensor.numel())]
+
     def is_flat(self, value: object) -> bool:
         """True for a state with one element for each of the weight's."""
         return isinstance(value, Tensor) and value.shape == self.tensor.shape
@@ -140,7 +146,7 @@ class FlatStep:
                 if unit.steps_in_blocks:
                     self.begin(unit, members, rules)
                     continue
-                cut = self._flat_groups(unit, members)
+                cut = self._flat_groups(unit, members, rules)
                 for tensors, flats, rule in zip(stand_ins, cut, rules, strict=True):
                     for flat in flats:
                         tensors[flat.tensor] = self._seen(flat, self._rows)
@@ -177,7 +183,7 @@ class FlatStep:
         segments: list[Segment] = []
         unit.join_step()  # of another optimizer's parameters: this one may cut states again
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            for flats, rule in zip(self._flat_groups(unit, members), rules, strict=True):
+            for flats, rule in zip(self._flat_groups(unit, members, rules), rules, strict=True):
                 segments += [_segment(flat, self._rule(rule, flat)) for flat in flats]
         unit.begin_step(UnitStep(unit, segments))
         self._is_behind = True
@@ -227,7 +233,9 @@ class FlatStep:
 
     # cutting
 
-    def _flat_groups(self, unit: Unit, members: list[list[UnitParameter]]) -> list[list[FlatGroup]]:
+    def _flat_groups(
+        self, unit: Unit, members: list[list[UnitParameter]], rules: Sequence[Rule]
+    ) -> list[list[FlatGroup]]:
         """Return the unit's flat groups, cut again if other parameters are stepped than before."""
         shows_mean = unit.gradient.shows_mean
         key = [
@@ -237,7 +245,8 @@ class FlatStep:
         known = self._cuts.get(unit)
         if known is None or known[0] != key:
             self._split(unit)
-            known = self._cuts[unit] = key, [self._cut(unit, group) for group in members]
+            cut = [self._cut(unit, *group) for group in zip(members, rules, strict=True)]
+            known = self._cuts[unit] = key, cut
         return known[1]
 
     def _split(self, unit: Unit) -> None:
@@ -250,7 +259,7 @@ class FlatStep:
                     for name, value in flat.state.items()
                 }
 
-    def _cut(self, unit: Unit, members: list[UnitParameter]) -> list[FlatGroup]:
+    def _cut(self, unit: Unit, members: list[UnitParameter], rule: Rule) -> list[FlatGroup]:
         index = {parameter: i for i, parameter in enumerate(unit.parameters)}
         stretches: list[list[UnitParameter]] = []
         for parameter in sorted(members, key=index.__getitem__):
@@ -263,7 +272,7 @@ class FlatStep:
                 and self._signature(last) == self._signature(parameter)
             )
             stretches[-1].append(parameter) if joins else stretches.append([parameter])
-        return [self._make(unit, parameters) for parameters in stretches]
+        return [self._make(unit, parameters, rule) for parameters in stretches]
 
     def _signature(self, parameter: UnitParameter) -> object:
         """Return the part of a state that must be equal in a group: all values except rows."""
@@ -278,7 +287,7 @@ class FlatStep:
         """Write down the attributes that the class reads."""
         return repr(attributes_of(parameter.sharded, sorted(self._reads)))
 
-    def _make(self, unit: Unit, parameters: list[UnitParameter]) -> FlatGroup:
+    def _make(self, unit: Unit, parameters: list[UnitParameter], rule: Rule) -> FlatGroup:
         rank = unit.context.rest_rank
         first, last = (unit.parameters.index(p) for p in (parameters[0], parameters[-1]))
         start, stop = unit.rest.span(first, last, rank)
@@ -291,10 +300,11 @@ class FlatStep:
         vars(shown).update(attributes_of(parameters[0].sharded, self._reads))
         flat = FlatGroup(parameters, start, weight, shown)
         states = {p: self._imported.get(p, {}) for p in parameters}
+        begun = _begun(rule, stepped.dtype) if self._rows and states[parameters[0]] else {}
         for name, value in states[parameters[0]].items():
             if _is_rows(parameters[0], name, value):
                 rows = {p: state[name] for p, state in states.items()}
-                flat.state[name] = self._joined(flat, name, rows)
+                flat.state[name] = self._joined(flat, name, rows, begun.get(name, 0))
             elif isinstance(value, Tensor):
                 flat.state[name] = value.cpu().clone() if unit.steps_in_blocks else value.clone()
             else:
@@ -304,8 +314,13 @@ class FlatStep:
             self._shown.pop(parameter, None)
         return flat
 
-    def _joined(self, flat: FlatGroup, name: str, rows: dict[UnitParameter, Tensor]) -> Tensor:
-        """Return one state as one flat tensor: in the unit's moments, in `own`, or a new one."""
+    def _joined(
+        self, flat: FlatGroup, name: str, rows: dict[UnitParameter, Tensor], between: float
+    ) -> Tensor:
+        """Return one state as one flat tensor: in the unit's moments, in `own`, or a new one.
+
+        `between`: the value of elements that belong to no parameter.
+        """
         first, unit = rows[flat.parameters[0]], flat.unit
         if unit.steps_in_blocks:
             unit.make_moments({name: first.dtype})
@@ -316,7 +331,8 @@ class FlatStep:
             own = [t for t in self._own if t.untyped_storage().data_ptr() == storage != 0]
             joined = flat.part(own[0]) if own else first.new_empty(0)
             if len(joined) < flat.tensor.numel():
-                joined = torch.zeros(flat.tensor.numel(), dtype=first.dtype, device=first.device)
+                joined = first.new_empty(flat.tensor.numel())
+            joined.index_fill_(0, flat.gaps(), between)
         for parameter, row in rows.items():
             view = flat.rows(joined, parameter)
             if view.data_ptr() != row.data_ptr():
@@ -368,6 +384,19 @@ def _is_rows(parameter: UnitParameter, name: str, value: object) -> bool:
         and value.shape == parameter.local.shape
         and (value.dim() > 0 or (parameter.slot.replicated and name not in NUMBERS))
     )
+
+
+def _begun(rule: Rule, dtype: torch.dtype) -> dict[str, float]:
+    """Return the states of an element that is zero, and has no gradient, after one step.
+
+    Classes coupled by sums add up gaps between parameters, too. DAdaptAdaGrad (pytorch_optimizer
+    4.1.0) divides by a state that begins at 1e-6: zeros there would make its sums NaN.
+    """
+    try:
+        state = state_after_first_step(rule, dtype)
+    except Exception:  # whatever a class raises without gradients, or without a closure
+        return {}
+    return {name: value[0].item() for name, value in state.items() if is_moment(value)}
 
 
 def _plain(value: object) -> object:
