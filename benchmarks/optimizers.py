@@ -14,7 +14,8 @@ that is right, else at stage 0; three ranks load into a module of other values a
 The weights are compared with those of plain torch without a pause. With `--resumes` only this is
 run, for classes that lack it or that are named, and added to the newest results. Classes coupled by
 sums keep their sums in fp64 (torch's default dtype): rounded to fp32, they depend on the order of
-the parameters, and the table of results says how much. A class that wraps an optimizer is built after `shard`.
+the parameters, and the table of results says how much. A class that wraps an optimizer is built
+after `shard`.
 
 The result is a file in `results`, and the table in docs/reference/optimizers.md.
 """

@@ -344,10 +344,9 @@ class Targets:
         for optimizer, entries in zip(self.model.optimizers, common, strict=False):
             for key, value in as_keys(entries, self._stepped.get).items():
                 optimizer.state[key] = value
-        for optimizer, added in zip(
-            self.model.optimizers, self._state.get("own", ()), strict=False
-        ):
-            give_back(optimizer, added)
+        own = iter(self._state.get("own", ()))
+        for optimizer in self.model.optimizers:
+            give_back(optimizer, next(own, {}))
         companions = self.model.engine.companions
         alive, waiting = companions.alive(), dict[str, dict[str, Any]]()
         companions.leave(waiting)

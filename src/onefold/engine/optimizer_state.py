@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from weakref import WeakMethod, ref
 
@@ -100,7 +100,7 @@ def unnamed(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class OwnStates:
-    """Hooks of an optimizer's `state_dict` and `load_state_dict`."""
+    """What an optimizer gives out by `state_dict`, and takes by `load_state_dict`."""
 
     def __init__(
         self,
@@ -113,8 +113,21 @@ class OwnStates:
     def register(self, optimizer: Optimizer) -> None:
         """Watch what is saved and loaded from now on."""
         optimizer.register_state_dict_post_hook(self._name_keepers)
-        optimizer.register_load_state_dict_pre_hook(self._check_loaded)
-        optimizer.register_load_state_dict_post_hook(_drop_keepers)
+        own = partial(self._load, ref(optimizer))
+        setattr(optimizer, "load_state_dict", own)  # noqa: B010
+
+    def _load(self, find: Callable[[], Optimizer | None], state_dict: Mapping[str, Any]) -> None:
+        """Let the class load this rank's state, without names of keepers, which it may look for.
+
+        Raises `StateError` for another rank's state, before anything is loaded.
+        """
+        optimizer = find()
+        assert optimizer is not None, "a method of an optimizer that is gone"
+        states = dict(state_dict.get("state", {}))
+        for number, parameter in self._numbered(optimizer, state_dict):
+            own = own_state(parameter, states.pop(number, {}))
+            states |= {number: own} if own else {}
+        type(optimizer).load_state_dict(optimizer, {**state_dict, "state": states})
 
     def _name_keepers(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Note, in place of a state that another rank keeps, which rank that is.
@@ -135,31 +148,16 @@ class OwnStates:
             elif is_elsewhere:
                 state[number] = name_keeper(parameter, keeper)
 
-    def _check_loaded(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """Raise `StateError` for another rank's state, before anything is loaded."""
-        for number, parameter in self._numbered(optimizer, state_dict):
-            own_state(parameter, state_dict["state"].get(number, {}))
-
     def _numbered(
-        self, optimizer: Optimizer, state_dict: dict[str, Any]
+        self, optimizer: Optimizer, state_dict: Mapping[str, Any]
     ) -> Iterator[tuple[Any, UnitParameter]]:
         """Yield the optimizer's sharded parameters, and their keys in a state dict."""
-        for saved, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=False):
+        groups = state_dict.get("param_groups", ())
+        for saved, group in zip(groups, optimizer.param_groups, strict=False):
             for number, tensor in zip(saved["params"], group["params"], strict=False):
                 parameter = self._find(tensor)
                 if parameter is not None:
                     yield number, parameter
-
-
-def _drop_keepers(optimizer: Optimizer) -> None:
-    """Keep no names of keepers in the state that was loaded: a checkpoint would hold them."""
-    for tensor, own in list(optimizer.state.items()):
-        if not isinstance(own, dict):  # state of no parameter
-            continue
-        if own.get(OF_RANKS, 0) > 0:
-            del optimizer.state[tensor]
-        elif KEPT_BY in own:
-            optimizer.state[tensor] = unnamed(own)
 
 
 def _given_out(value: Any, given: set[int]) -> Any:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from onefold.engine.optimizer_state import OF_RANKS, unnamed
+from onefold.engine.probe import MATRICES, Question, stepped
 from onefold.errors import ConfigError
 
 _KNOWN = ("state", "param_groups")
@@ -68,25 +68,44 @@ def give_back(optimizer: Optimizer, added: dict[str, Any]) -> None:
     It gets a whole state dict of this optimizer, whose states and groups have been loaded. They
     stay as they are, because torch's `load_state_dict` rounds states to the dtype of weights.
     """
-    if not added:
+    if not added and not _sets_attributes(optimizer):
         return
-    state, groups = optimizer.state, optimizer.param_groups
-    whole = optimizer.state_dict() | added["others"]
-    if "state" in whole:  # without what stands for states that other ranks keep
-        whole["state"] = {
-            key: unnamed(entry) if isinstance(entry, dict) else entry
-            for key, entry in (whole["state"] | added["state"]).items()
-            if not (isinstance(entry, dict) and entry.get(OF_RANKS, 0) > 0)
-        }
-    for said, own in zip(whole.get("param_groups", ()), added["groups"], strict=False):
+    state, groups, of_groups = optimizer.state, optimizer.param_groups, added.get("groups", ())
+    whole = optimizer.state_dict() | added.get("others", {})
+    if "state" in whole:
+        whole["state"] |= added.get("state", {})
+    for said, own in zip(whole.get("param_groups", ()), of_groups, strict=False):
         said.update(own)
     try:
         optimizer.load_state_dict(whole)
         loaded = optimizer.param_groups
     finally:
         optimizer.state, optimizer.param_groups = state, groups
-    for group, own, now in zip(groups, added["groups"], loaded, strict=False):
+    for group, own, now in zip(groups, of_groups, loaded, strict=False):
         group.update({key: now[key] for key in own if key in now})
+
+
+def _sets_attributes(optimizer: Optimizer) -> bool:
+    """True if the class's own `load_state_dict` sets attributes, as a probe sees it do.
+
+    Else it is not called: what it would change in states has been loaded as it was saved.
+    """
+    if type(optimizer).load_state_dict is Optimizer.load_state_dict:
+        return False
+    try:
+        question = Question.of(optimizer, optimizer.param_groups[0], {})
+        run = stepped(question, MATRICES)
+        fresh, state_dict = question.build(run.parameters), run.optimizer.state_dict()
+        Optimizer.load_state_dict(fresh, state_dict)
+        before = repr(_attributes(fresh))
+        fresh.load_state_dict(state_dict)
+        return repr(_attributes(fresh)) != before
+    except Exception:  # whatever a class raises on parameters that it is not made for
+        return True
+
+
+def _attributes(optimizer: Optimizer) -> dict[str, Any]:
+    return {name: value for name, value in vars(optimizer).items() if name not in _KNOWN}
 
 
 def check_savable(optimizer: Optimizer) -> None:
