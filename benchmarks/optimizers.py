@@ -12,10 +12,10 @@ otherwise. Each draw of random numbers in a step begins from the same seed, so c
 can be compared. "Saves and resumes": two ranks train half of the steps and save, at stage 3 if
 that is right, else at stage 0; three ranks load into a module of other values and train the rest.
 The weights are compared with those of plain torch without a pause. With `--resumes` only this is
-run, for classes that lack it or that are named, and added to the newest results. Classes coupled by
-sums keep their sums in fp64 (torch's default dtype): rounded to fp32, they depend on the order of
-the parameters, and the table of results says how much. A class that wraps an optimizer is built
-after `shard`.
+run, for classes that lack it or that are named, and added to the newest results; `--only` measures
+the named classes again. Classes coupled by sums keep their sums in fp64 (torch's default dtype):
+rounded to fp32, they depend on the order of the parameters, and the table of results says how much.
+A class that wraps an optimizer is built after `shard`.
 
 The result is a file in `results`, and the table in docs/reference/optimizers.md.
 """
@@ -412,19 +412,17 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     newest = json.loads(max(RESULTS.glob("*-optimizers.json")).read_text())
-    known = newest["classes"] if arguments.resumes else {}
+    known = newest["classes"] if arguments.resumes or arguments.only else {}
     notes = {"note": newest["note"]} if known and "note" in newest else {}
     results: dict[str, Any] = dict(known)
     for name, kind in classes():
         runs = known.get(name, {}).get("runs")
         is_new = "resumes" not in known.get(name, {}) and (not known or bool(runs))
         if any(part in name for part in arguments.only) if arguments.only else is_new:
-            results[name] = measure(kind, runs)
+            results[name] = measure(kind, runs if arguments.resumes else None)
             print(name, line_of(results[name]), flush=True)
-            if known or not arguments.only:
-                write(results, notes, arguments.results)
-    if known or not arguments.only:
-        write_block(PAGE, "optimizers", table(results))
+            write(results, notes, arguments.results)
+    write_block(PAGE, "optimizers", table(results))
 
 
 def write(results: dict[str, Any], notes: dict[str, str], folder: Path) -> None:

@@ -6,6 +6,9 @@ makes the steps that the run without a pause makes.
 
 from __future__ import annotations
 
+from collections import deque
+from enum import IntEnum
+
 import pytest
 import torch
 from torch import nn
@@ -116,6 +119,22 @@ class Hidden(Counting):
         self.param_groups[0]["signal"] = abs
 
 
+class Way(IntEnum):
+    SLOW = 1
+    FAST = 2
+
+
+class Choosing(Each):
+    """A member of an Enum in its group (SCION), which it looks at by identity."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.param_groups[0]["way"] = Way.FAST
+
+    def change(self, p, group):
+        return started(self.state[p], p) * (2 if group["way"] is Way.FAST else 1)
+
+
 class Narrow(Each):
     """Keeps its momentum in bfloat16 (AdaFactor), and a second one as its parameter is."""
 
@@ -177,7 +196,47 @@ class Recalling(Each):
                 assert type(self.state[p][name]) is type(state_dict["state"][number][name])
 
 
-CLASSES = [NoneMarks, OtherKeys, Tables, Counting, Hidden, Narrow, Divided, Recalling]
+class Halved(torch.Tensor):
+    """A tensor made of another one and a factor (torchao 0.18.0)."""
+
+    def __new__(cls, codes, factor):
+        made = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float64)
+        made.codes, made.factor = codes, factor
+        return made
+
+    def __tensor_flatten__(self):
+        return ["codes"], [self.factor, torch.float64]
+
+    @staticmethod
+    def __tensor_unflatten__(inner, context, size, stride):
+        assert (context[1], size, len(stride)) == (torch.float64, inner["codes"].shape, len(size))
+        return Halved(inner["codes"], context[0])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        own = [a.codes.double() * a.factor if isinstance(a, Halved) else a for a in args]
+        return func(*own, **(kwargs or {}))
+
+
+class Composed(Each):
+    """Keeps a tensor made of others, and a queue of tensors (AdaShift)."""
+
+    def change(self, p, group):
+        state = self.state[p]
+        if not state:
+            zeros = torch.zeros_like(p, dtype=torch.bfloat16)
+            state.update(mean=Halved(zeros, 0.5), last=deque([p.grad], maxlen=2))
+        assert isinstance(state["mean"], Halved)
+        assert state["last"].maxlen == 2
+        mean = 0.9 * state["mean"] + p.grad / p.grad.norm()
+        state["mean"] = Halved((mean * 2).bfloat16(), 0.5)
+        state["last"].append(p.grad.clone())
+        return (mean + state["last"][0]).to(p)
+
+
+CLASSES = [
+    NoneMarks, OtherKeys, Tables, Counting, Hidden, Choosing, Narrow, Divided, Recalling, Composed,
+]  # fmt: skip
 
 
 def built(make, seed=0, dtype=torch.float32, **choices):
@@ -265,11 +324,24 @@ class Odd(Each):
         return p.grad / p.grad.norm()
 
 
-def test_a_key_that_no_file_holds_is_refused_by_its_place(tmp_path):
-    module, optimizer = built(Odd, stage=3)
+class Unprobed(Odd):
+    def __init__(self, params, module):
+        super().__init__(params)
+
+
+def test_a_key_that_no_file_holds_and_no_probe_saw_is_refused_by_its_place(tmp_path):
+    module, optimizer = built(lambda held: Unprobed(held, nn.Identity()), stage=3)
     steps(module, optimizer, 0)
     with pytest.raises(CheckpointError, match=r"(?s)state of '0.weight'.*frozenset.*hint:"):
         onefold.save(tmp_path / "saved", module, optimizer)
+
+
+class Holding(Each):
+    """Keeps an object in its states (GaLore, ScalableShampoo)."""
+
+    def change(self, p, group):
+        self.state[p].setdefault("by", [object()])
+        return p.grad / p.grad.norm()
 
 
 class Objects(Counting):
@@ -284,9 +356,14 @@ class Raising(Counting):
 
 @pytest.mark.parametrize(
     ("make", "got"),
-    [(Objects, r"object in .*'seen'\]\[0\]\['now'\]"), (Raising, "use another call")],
+    [
+        (Objects, r"object in .*'seen'\]\[0\]\['now'\]"),
+        (Raising, "use another call"),
+        (Odd, r"a frozenset as a key of state\[parameter\]"),
+        (Holding, r"an? object in state\[parameter\]\['by'\]\[0\]"),
+    ],
 )
-def test_a_state_dict_that_cannot_be_saved_is_refused_at_shard(make, got):
+def test_a_state_that_cannot_be_saved_is_refused_at_shard(make, got):
     module = nn.Linear(2, 2)
     with pytest.raises(ConfigError, match=rf"(?s){make.__name__}.*{got}.*hint:"):
         onefold.shard(module, make(module.parameters()), stage=3)

@@ -23,6 +23,7 @@ import zlib
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any, cast
 
 import torch
@@ -93,7 +94,9 @@ def check_readable(state: object, name: str = "") -> None:
 
 
 def plain(value: object) -> Any:
-    """Return `value` with `state_dict()` in place of objects that have one; numpy's numbers too."""
+    """Return `value` with `state_dict()` in place of objects that have one; numbers as Python's."""
+    if isinstance(value, Enum) and isinstance(value, int | str):
+        return value.value
     if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
         return value.item()  # type: ignore[attr-defined]
     if isinstance(value, dict):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 import torch.distributed as dist
@@ -322,11 +323,11 @@ def _own(optimizers: Iterable[Any], engine: Engine) -> list[Any]:
 
 
 def restore_group(group: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Give a param group its saved hyper-parameters; a tensor keeps its identity."""
+    """Give a param group its saved hyper-parameters; tensors and members of an Enum stay."""
     for key, value in saved.items():
-        if key == "params":
-            continue
         now = group.get(key)
+        if key == "params" or (isinstance(now, Enum) and now == value):
+            continue
         if isinstance(now, Tensor):
             now.fill_(value) if not isinstance(value, Tensor) else now.copy_(value)
         else:

@@ -3,19 +3,25 @@
     0.9 -> :0.9    (0, True) -> :[0, true]    a parameter -> :{"parameter": "head.weight"}
 
 torch's planner makes words of all keys, and drops dicts without entries: these hold the mark alone.
+It takes a tensor made of others (torchao 0.18.0: codes and scales) for bytes of its shape. So that
+becomes a dict of these others, and a queue (AdaShift of pytorch_optimizer 4.1.0) a list.
 """
 
 from __future__ import annotations
 
 import json
+import sys
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from onefold.errors import CheckpointError
 
-_MARK = ":"
+_MARK, _WRAPPER, _QUEUE = ":", ":wrapper", ":queue"
 
 
 def as_words(value: Any, name_of: Callable[[Tensor], str | None], where: str) -> Any:
@@ -25,6 +31,15 @@ def as_words(value: Any, name_of: Callable[[Tensor], str | None], where: str) ->
     """
     if type(value) in (list, tuple):
         return type(value)(as_words(item, name_of, where) for item in value)
+    if type(value) is deque:
+        return {_QUEUE: value.maxlen, "items": as_words(list(value), name_of, where)}
+    if is_traceable_wrapper_subclass(value) and not isinstance(value, DTensor):
+        names, context = value.__tensor_flatten__()
+        inner = {name: as_words(getattr(value, name), name_of, where) for name in names}
+        made = (context, value.shape, value.stride())
+        return {_WRAPPER: f"{type(value).__module__}.{type(value).__qualname__}"} | {
+            "inner": inner, "made": (made,),  # one object: torch's planner opens no such tuple
+        }  # fmt: skip
     if not isinstance(value, dict):
         return value
 
@@ -64,6 +79,12 @@ def as_keys(value: Any, key_of: Callable[[str], Tensor | None]) -> Any:
         return type(value)(as_keys(item, key_of) for item in value)
     if not isinstance(value, dict):
         return value
+    if _QUEUE in value:
+        return deque(as_keys(value["items"], key_of), value[_QUEUE])
+    if _WRAPPER in value:
+        ((context, *extents),) = value["made"]
+        kind = _wrapper(value[_WRAPPER])
+        return kind.__tensor_unflatten__(as_keys(value["inner"], key_of), context, *extents)
 
     def typed(described: Any) -> Any:
         if isinstance(described, list):
@@ -77,3 +98,13 @@ def as_keys(value: Any, key_of: Callable[[str], Tensor | None]) -> Any:
     }
     left_out = {word for word, key in keys.items() if key is None and word != f"{_MARK}null"}
     return {key: as_keys(value[word], key_of) for word, key in keys.items() if word not in left_out}
+
+
+def _wrapper(name: str) -> Any:
+    """Return a class of tensors made of others, which the program has imported."""
+    module, _, kind = name.rpartition(".")
+    found = vars(sys.modules.get(module, object)).get(kind)
+    if not (isinstance(found, type) and issubclass(found, Tensor)):
+        hint = f"import {module or name}, as the program that saved it did"
+        raise CheckpointError("states of tensor classes that are imported", name, hint=hint)
+    return found

@@ -24,6 +24,7 @@ from torch.optim import LBFGS, Optimizer
 
 from onefold.engine.coupled import SENT, Sends, refuse_messages, summed_rows
 from onefold.engine.identity import finds_by_identity
+from onefold.engine.own_state import unsavable
 from onefold.engine.probe import (
     BLOCKS,
     MATRICES,
@@ -69,6 +70,7 @@ class Behaviour:
         moments: names of the states with an element for each of the parameter's, after one step;
             None where no probe has seen them.
         reads: attributes of parameters that a step looks for.
+        unsavable: a value in a state that no checkpoint gives back; empty if a probe saw none.
     """
 
     kind: Kind = "parameter"
@@ -79,6 +81,7 @@ class Behaviour:
     sends: str = ""
     moments: tuple[str, ...] | None = None
     reads: frozenset[str] = frozenset()
+    unsavable: str = ""
 
     def is_flat(self, rest_world: int) -> bool:
         """True if ranks step flat groups of their own rows, where `rest_world` hold the state."""
@@ -135,6 +138,7 @@ def _of_all(parts: Sequence[Behaviour]) -> Behaviour:
         sends=next((behaviour.sends for behaviour in parts if behaviour.sends), ""),
         moments=names if len(moments) == len(parts) else None,
         reads=frozenset().union(*(behaviour.reads for behaviour in parts)),
+        unsavable=next((b.unsavable for b in parts if b.unsavable), ""),
     )
 
 
@@ -184,7 +188,7 @@ def _answer(optimizer: Optimizer, group: dict[str, Any], attributes: dict[str, A
         answer, own = _probed(way)
         reads |= own
         if answer is not None:
-            return replace(answer, reads=reads)
+            return replace(answer, reads=reads, unsavable=_unsavable(way))
     # it may send messages where no probe sees them
     sent = [name for name in _names_in_step(type(optimizer)) if name in SENT]
     return Behaviour(reads=reads, sends=sent[0] if sent else "")
@@ -245,6 +249,15 @@ def _compare(question: Question) -> Behaviour:
     is_begun = wanted.begun and wanted.begun != wanted.names()  # blocks would begin again
     in_blocks = not is_begun and bool(_try(_steps_blocks, question, wanted))
     return Behaviour("elementwise", in_blocks=in_blocks, moments=_moments(wanted))
+
+
+@lru_cache(maxsize=1024)
+def _unsavable(question: Question) -> str:
+    """Return a value in the states of small parameters that no checkpoint gives back."""
+    if question.kind.__module__.startswith("torch.optim."):
+        return ""
+    entries = _try(lambda: stepped(question, MATRICES).entries()) or []
+    return next(filter(None, (unsavable(entry, "state[parameter]") for entry in entries)), "")
 
 
 def _try(test: Callable[..., Any], *args: Any) -> Any:

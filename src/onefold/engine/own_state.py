@@ -8,7 +8,7 @@ These are saved as well, and given back through the class's own `load_state_dict
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from typing import Any, cast
 
 import torch
@@ -128,7 +128,10 @@ def unsavable(value: object, name: str) -> str:
     inside: Any = ()
     if type(value) in (dict, Counter, OrderedDict):
         inside = cast("dict[Any, Any]", value).items()
-    elif type(value) in (list, tuple, set):
+        other = next((key for key, _ in inside if not isinstance(key, _PLAIN | tuple)), None)
+        if other is not None:
+            return f"a {type(other).__name__} as a key of {name}"
+    elif type(value) in (list, tuple, set, deque):
         inside = enumerate(cast("list[Any]", value))
     elif not isinstance(value, _PLAIN) and not callable(getattr(value, "state_dict", None)):
         return f"a {type(value).__name__} in {name}"

@@ -27,6 +27,10 @@ def check_step(optimizer: Optimizer, recipe: Recipe) -> None:
     check_savable(optimizer)
     behaviour, name = behaviour_of(optimizer), type(optimizer).__name__
     held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    if behaviour.unsavable:
+        hint = "a class that keeps tensors, numbers, words, lists and dicts in its states"
+        wanted = f"states of {name} that onefold.save can save"
+        raise ConfigError(wanted, behaviour.unsavable, hint=hint)
     if behaviour.differentiates:
         got = f"{name}, which differentiates gradients: those of sharded parameters have no graph"
         hint = "an optimizer such as AdamW, or Muon and Shampoo for matrices"
