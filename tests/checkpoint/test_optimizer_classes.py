@@ -12,6 +12,7 @@ from enum import IntEnum
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import onefold
 from onefold import CheckpointError, ConfigError
@@ -342,6 +343,44 @@ class Holding(Each):
     def change(self, p, group):
         self.state[p].setdefault("by", [object()])
         return p.grad / p.grad.norm()
+
+
+class Averaging(Counting):
+    """Keeps an average of what a step sees in an attribute, and a table that all ranks share."""
+
+    last = None
+
+    def step(self, closure=None):
+        self.last = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+        super().step()
+
+    def state_dict(self):
+        seen = [p.to_local() if isinstance(p, DTensor) else p for p in self.last or ()]
+        return super().state_dict() | {"last": seen, "table": torch.arange(3)}
+
+
+class Tabled(Counting):
+    def state_dict(self):
+        return super().state_dict() | {"table": torch.arange(3)}
+
+
+def test_tensors_of_rows_that_a_state_dict_adds_are_refused_where_ranks_have_others(tmp_path):
+    def save(rank, make, stage):
+        module, optimizer = built(make, stage=stage)
+        steps(module, optimizer, 0)
+        onefold.save(tmp_path / make.__name__ / str(stage), module, optimizer)
+
+    def load(rank, make, saved, stage):
+        module, optimizer = built(make, stage=stage)
+        onefold.load(tmp_path / make.__name__ / str(saved), module, optimizer)
+
+    for make in (Averaging, Tabled):
+        run_ranks(2, save, make, 3)
+    run_ranks(2, load, Averaging, 3, 1)
+    for world, stage in ((3, 3), (1, 3), (2, 0)):
+        run_ranks(world, load, Tabled, 3, stage)
+        with pytest.raises(CheckpointError, match=r"(?s)Averaging to hold.*of 2.*2 ranks.*stage 3"):
+            run_ranks(world, load, Averaging, 3, stage)
 
 
 class Objects(Counting):

@@ -13,6 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_iter
+
 from onefold.checkpoint.agreement import Damaged, collect, together
 from onefold.checkpoint.contents import restore_random_states
 from onefold.checkpoint.directory import Found, find, look_in
@@ -131,6 +135,7 @@ def _load(loading: _Loading, checkpoint: Found) -> Any:
         source = spread_ties(open_source(checkpoint))
         number = models[0].rank % source.saved_ranks
         of_rank = source.rank_state(number)
+        _check_own(source, of_rank, models, group)
         states = of_rank.get("modules") or [{}]
         states += states[-1:] * len(models)  # a rank may have more stages than the one that saved
         return source, of_rank, [
@@ -151,3 +156,32 @@ def _load(loading: _Loading, checkpoint: Found) -> Any:
                 if name in buffers:
                     buffers[name].copy_(saved)
     return of_rank.get("extra")  # None of another library
+
+
+def _check_own(
+    source: Source, of_rank: dict[str, Any], models: Sequence[ShardedModel], group: Group
+) -> None:
+    """Raise `CheckpointError` for tensors that a class added, of rows of the ranks that saved.
+
+    Nothing says which rows these are. Ranks that step the same rows have equal ones.
+    """
+    names = [type(optimizer).__name__ for model in models for optimizer in model.optimizers]
+    own, manifest = _own_tensors(of_rank), source.manifest
+    if not (names and own and manifest):
+        return
+    is_cut = models[0].engine.recipe.is_sharded
+    if is_cut == (manifest.stage > 0) and source.saved_ranks == group.world_size:
+        return
+    for rank in range(source.saved_ranks):
+        others = _own_tensors(source.rank_state(rank))
+        if len(others) != len(own) or not all(map(torch.equal, own, others)):
+            wanted = f"state_dict() of {', '.join(names)} to hold the same tensors on all ranks"
+            got = f"a tensor of rows of rank {rank} of {source.saved_ranks}"
+            hint = f"load on {source.saved_ranks} ranks, at stage {manifest.stage}; or let the "
+            hint += "class keep such tensors in optimizer.state[parameter]"
+            raise CheckpointError(wanted, got, hint=hint)
+
+
+def _own_tensors(of_rank: dict[str, Any]) -> list[Tensor]:
+    added = [state.get("own", ()) for state in of_rank.get("modules", ())]
+    return [t for t in tree_iter(added) if isinstance(t, Tensor) and t.numel() > 1]
