@@ -652,6 +652,44 @@ def test_rows_of_tables_alone_are_read_and_heads_come_in_row_blocks(
         assert peak <= 3 << 20
 
 
+class Deep(nn.Module):
+    """A table of fewer bytes than a block, as of a block of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(500, 640)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(640, 640), nn.Linear(640, 640)) for _ in range(3)
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_table_smaller_than_a_block_needs_room_for_itself_alone(world_size, tmp_path):
+    resident, offload = seeded(Deep).eval(), f"disk:{tmp_path}"
+
+    def body(rank: int) -> tuple[int, int]:
+        with pytest.raises(ConfigError, match="a budget of at least") as caught:
+            onefold.stream(seeded(Deep), budget=1, offload=offload)
+        needed = int(str(caught.value).split("at least ")[1].split(" ")[0].replace(",", ""))
+        module = onefold.stream(seeded(Deep).eval(), budget=needed, offload=offload)
+        tokens = torch.randint(0, 500, (2, 5), generator=torch.Generator().manual_seed(rank))
+        with torch.no_grad():
+            for _ in range(3):
+                assert torch.equal(module(tokens), resident(tokens))
+        return needed, unsharded_peak(module)
+
+    table, block = nbytes_of(resident.embed), nbytes_of(resident.blocks[0])
+    for needed, peak in run_ranks(world_size, body):
+        assert 2 * (block + table) <= needed < 2.1 * (block + table)
+        assert peak <= needed
+
+
 def test_the_report_says_what_streams_and_what_rests_exact(tmp_path):
     module = plain(tied=True)
     streamed(module, 0.3, f"disk:{tmp_path}", rest="int8")

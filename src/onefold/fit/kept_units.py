@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 from onefold.engine.engine import Engine
 from onefold.engine.policy import UnitFacts
 from onefold.errors import ConfigError
 from onefold.fit.bounds import RankMemory, most_of_budget, room_of
 from onefold.layout.flat import UnitBytes, unit_bytes
-from onefold.recipe import Recipe
+from onefold.layout.rows import round_up
+from onefold.recipe import Recipe, UnitRecipe
 
 
 def spread(sizes: Sequence[int], room: int, moving: int = 0) -> frozenset[int]:
@@ -190,7 +192,8 @@ def with_residents(recipe: Recipe) -> Recipe:
         return recipe
     held = held_by(recipe)
     near = sum(unit_held.weight for unit_held in held) if recipe.rests_near else 0
-    tiles = NUM_TILES * max((unit.tile_nbytes for unit in recipe.units), default=0)
+    large = (unit for unit in recipe.units if unit.tile_nbytes)
+    tiles = NUM_TILES * max((_tile_nbytes(unit, recipe.rest_world) for unit in large), default=0)
     blocks, stacks = _blocks(recipe, held), stack_nbytes(recipe)
     room = inference.budget - near - tiles - stacks
     sizes = [sum(block.values()) for block in blocks]
@@ -208,6 +211,13 @@ def with_residents(recipe: Recipe) -> Recipe:
         stays = {unit for at in kept for unit in blocks[at]}
     units = tuple(replace(unit, stays=index in stays) for index, unit in enumerate(recipe.units))
     return replace(recipe, units=units, inference=replace(inference, room=room, prefetch=prefetch))
+
+
+def _tile_nbytes(unit: UnitRecipe, ranks: int) -> int:
+    """Bytes of a row block, at most: a weight of fewer bytes is one block, with all ranks' rows."""
+    weight = unit.members[0]
+    numel = round_up(weight.shape[0], ranks) * prod(weight.shape[1:])
+    return min(unit.tile_nbytes, numel * weight.compute_itemsize)
 
 
 def stack_nbytes(recipe: Recipe) -> int:
