@@ -212,7 +212,7 @@ def _check_numbers(model: str, seq: int) -> None:
         hint = "tokens are bytes: set vocab_size to 256 or more"
         raise ConfigError(f"{str(path)!r} to have {VOCAB} tokens", vocab, hint=hint)
     limit = config.get("max_position_embeddings") or config.get("n_positions") or seq
-    if isinstance(limit, int) and limit < seq:
+    if isinstance(limit, int) and limit < seq and not config.get("is_encoder_decoder"):
         hint = f"pass --seq {limit} or less"
         what = f"rows of at most {limit} tokens for {str(path)!r}"
         raise ConfigError(what, f"--seq {seq}", hint=hint)
