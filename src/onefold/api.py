@@ -199,8 +199,9 @@ def accumulate(module: nn.Module) -> Iterator[None]:
 def unsharded(module: nn.Module, writeback: bool = False) -> Iterator[None]:
     """Show unsharded parameters, as plain tensors in their own dtype, to read, save or edit.
 
-    A collective on entry. Inside the block the module may run, in the parameters' own dtype. Do not
-    change shapes.
+    A collective on entry, and at the end if a backward ran inside: on every rank or on none. Its
+    gradients are averaged then. Inside the block the module may run, in the parameters' own dtype.
+    Do not change shapes.
 
     Args:
         module: one that `shard` has sharded.

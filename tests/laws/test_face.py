@@ -28,6 +28,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 
 import onefold
+from onefold.config import Offload
 from tests.support.ranks import run_ranks, seeded
 from tests.support.zoo import (
     STAGES,
@@ -36,6 +37,7 @@ from tests.support.zoo import (
     Residual,
     Tower,
     adamw,
+    assert_close_notes,
     each_module,
     every_stage,
     law_1,
@@ -1062,6 +1064,114 @@ def test_a_module_runs_and_is_differentiated_in_unsharded(stage):
         one_step(module, optimizer, rows()[0])
 
     in_ranks(2, body)
+
+
+def _backwards_in_unsharded(process: Process) -> None:
+    """With an earlier gradient or not, between micro-batches, cleared before or after; clipped."""
+    module, optimizer = process.ready(Faces)
+    module.norm.eval()
+
+    def inside(writeback: bool = False) -> Any:
+        return nullcontext() if process.is_plain else onefold.unsharded(module, writeback)
+
+    def backward(batch: Tensor) -> None:
+        process.mean(squared(module), batch).backward()
+
+    for index, batch in enumerate(rows(4)):
+        micro_batch = nullcontext() if process.is_plain else onefold.accumulate(module)
+        if index == 1:
+            backward(batch)
+        elif index == 2:
+            with micro_batch:
+                backward(batch)
+                with inside():
+                    backward(2 * batch)
+        with inside(writeback=index == 1):
+            if index == 3:
+                backward(batch)
+                optimizer.zero_grad()
+            backward(batch)
+            backward(3 * batch)
+            if index == 1:
+                with torch.no_grad():
+                    module.first.weight.mul_(0.9)
+        if index == 2:
+            backward(batch)
+        process.note_grads(str(index), module)
+        process.note(f"{index} norm", nn.utils.clip_grad_norm_(module.parameters(), 0.1))
+        optimizer.step()
+        optimizer.zero_grad()
+    process.note_weights(module)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("offload", [None, "optimizer", "cpu"])
+def test_a_backward_in_unsharded_adds_to_gradients_as_one_outside_does(world_size, offload):
+    plain = run_plain(_backwards_in_unsharded, world_size)
+    for stage in {None: STAGES, "optimizer": [1], "cpu": [3]}[offload]:
+        got = run_sharded(_backwards_in_unsharded, world_size, stage, offload=offload)
+        assert_close_notes(got, plain, 1e-6, f"stage {stage}")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_hooks_of_gradients_run_after_unsharded(world_size):
+    def body(rank: int) -> None:
+        module, _ = ready(Tower, 1)
+        seen: list[nn.Parameter] = []
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.mul_(0)))
+        with onefold.unsharded(module):
+            squared(module)(rows()[0]).backward()
+            assert not seen
+        assert len(seen) == len(list(module.parameters()))
+        assert all(not whole(parameter.grad).any() for parameter in module.parameters())
+
+    in_ranks(world_size, body)
+    if world_size == 1:
+        body(0)  # without a process group autograd has these hooks
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("is_earlier", [False, True])
+def test_gradients_of_a_block_that_failed_are_not_stepped(stage, is_earlier):
+    def body(rank: int) -> None:
+        module, optimizer = ready(Tower, stage)
+        loss = squared(module)
+        if is_earlier:
+            loss(rows()[0]).backward()
+        with pytest.raises(ZeroDivisionError), onefold.unsharded(module):
+            loss(rows()[0]).backward()
+            raise ZeroDivisionError
+        with pytest.raises(onefold.StateError, match=r"first.*whole backwards(.*\n)*hint: "):
+            optimizer.step()
+        optimizer.zero_grad()
+        one_step(module, optimizer, rows()[0])
+
+    in_ranks(2, body)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_half_a_backward_in_unsharded_is_an_error(world_size):
+    def body(rank: int) -> None:
+        module, optimizer = ready(Tower, 3, offload=Offload("cpu", "cpu"))
+        loss = squared(module)
+        with onefold.unsharded(module):
+            output = loss(rows()[0])
+        with pytest.raises(onefold.StateError, match=r"after the block(.*\n)*hint: "):
+            output.backward()
+        if world_size > 1:  # else the weights that the graph needs are there
+            output = loss(rows()[0])
+            wanted = pytest.raises(onefold.StateError, match=r"inside the block(.*\n)*hint: ")
+            with wanted, onefold.unsharded(module):
+                output.backward()
+        wanted = pytest.raises(onefold.StateError, match=r"after onefold.unsharded(.*\n)*hint: ")
+        with wanted, onefold.unsharded(module):
+            loss(rows()[0]).backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        one_step(module, optimizer, rows()[0])
+
+    in_ranks(world_size, body)
 
 
 @every_stage

@@ -236,9 +236,11 @@ class Engine:
 
     def enter_backward(self, call: Call) -> None:
         """Autograd reaches the outputs of `call`: its unit's weights are unsharded on return."""
-        if self.schedule.open_calls.has_begun(call) or self.is_unsharded:
+        unit, is_inside = self.units[call.unit], self.is_unsharded
+        if is_inside and not unit.is_there():
+            raise refusals.EARLY_FORWARD(unit.name, where=unit.context.where)
+        if is_inside or self.schedule.open_calls.has_begun(call):
             return
-        unit = self.units[call.unit]
         if call.edits != unit.edits.at_rest():
             raise refusals.CHANGED(unit.name, where=unit.context.where)
         actions = self.schedule.enter_backward(call, builds_graph=torch.is_grad_enabled())

@@ -124,7 +124,8 @@ class ModuleHooks:
         opened = self._running.entries
         calls, since = opened.pop() if opened else ([], 0)
         tensors = list(tensors_in(outputs))
-        is_recorded, is_watched = torch.is_grad_enabled(), False
+        # backward inside onefold.unsharded needs no gathers
+        is_recorded, is_watched = torch.is_grad_enabled() and not engine.is_unsharded, False
         for tensor in tensors:
             base = tensor._base if tensor._is_view() else tensor
             if isinstance(base, nn.Parameter):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,7 @@ from onefold.engine.structure import is_frozen
 from onefold.engine.watch import in_backward
 from onefold.errors import StateError
 from onefold.layout.ledger import Kind
+from onefold.unit import refusals, user_hooks
 from onefold.unit.buffer import Buffer
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.unit import Unit
@@ -24,18 +27,25 @@ def unsharded(engine: Engine, *, writeback: bool) -> Iterator[None]:
     """Modules show plain, unsharded parameters in their own dtype; `writeback` keeps edits.
 
     The buffers are temporary, and not those of compute: tensors that a graph refers to stay as they
-    are, and without `writeback` every edit is dropped.
+    are, and without `writeback` every edit is dropped. Gradients of backwards inside are reduced at
+    the end.
     """
     shown: dict[UnitParameter, nn.Parameter] = {}
+    gradients = _Gradients()
     with announcing(engine.group):
         _check_moment(engine)
         buffers = [] if engine.is_unsharded else _show_all(engine, shown)
     if engine.is_unsharded:
         yield
         return
+    gradients.watch(shown)
     try:
         with engine.driven(is_suspended=True):
             yield
+        gradients.take(shown)
+    except BaseException:
+        gradients.lose()
+        raise
     finally:
         _forget_removed(engine, shown)
         edited = [(p, p.current()) for p in shown if p.places]
@@ -50,6 +60,95 @@ def unsharded(engine: Engine, *, writeback: bool) -> Iterator[None]:
         shown.clear()
         buffers.clear()
     engine.note_structure()
+    gradients.add(engine)
+
+
+class _Gradients:
+    """What backwards inside the block leave on plain parameters, and what `.grad` shows of it.
+
+    An optimizer clears the sharded parameter's gradient, so that has one as soon as a backward
+    brings it: a stand-in, unless an earlier mean is there.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[UnitParameter, Tensor] = {}  # the sharded parameters' own, last seen
+        self._stand_ins: dict[UnitParameter, Tensor] = {}
+        self._taken: dict[UnitParameter, Tensor] = {}  # [all rows]
+        self._is_over = False
+
+    def watch(self, shown: dict[UnitParameter, nn.Parameter]) -> None:
+        for parameter, plain in shown.items():
+            if plain.requires_grad:
+                plain.register_hook(partial(self._follow_clear, parameter, ref(plain)))
+                plain.register_post_accumulate_grad_hook(partial(self._note, parameter))
+
+    def _follow_clear(self, parameter: UnitParameter, plain: ref[Tensor], _: Tensor) -> None:
+        """Before a gradient is added: `optimizer.zero_grad` knows the sharded parameter alone."""
+        with torch._C.DisableTorchFunctionSubclass():
+            found = plain()
+            if found is not None and parameter in self._seen and parameter.sharded.grad is None:
+                found.grad = None
+
+    def _note(self, parameter: UnitParameter, _: Tensor) -> None:
+        if parameter.unit.is_tiled or self._is_over:
+            refused = refusals.LATE_BACKWARD if self._is_over else refusals.TILED_INSIDE
+            raise refused(parameter.fqn, where=parameter.spec.context.where)
+        sharded = parameter.sharded
+        with torch._C.DisableTorchFunctionSubclass():
+            if sharded.grad is None:
+                stand_in = parameter.no_mean(refusals.NO_MEAN_INSIDE)
+                sharded.grad = self._stand_ins[parameter] = stand_in
+            self._seen[parameter] = sharded.grad
+
+    def take(self, shown: dict[UnitParameter, nn.Parameter]) -> None:
+        """Take the gradients off, but those that were cleared in one form or the other."""
+        self._is_over = True
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in shown:
+                sharded, plain = parameter.sharded, parameter.current()
+                is_cleared = parameter in self._seen and sharded.grad is None
+                if sharded.grad is self._stand_ins.get(parameter):
+                    sharded.grad = None
+                if plain is not None and plain.grad is not None and not is_cleared:
+                    self._taken[parameter] = plain.grad
+
+    def lose(self) -> None:
+        """The block has failed: a step raises until the gradients to which it added are cleared."""
+        self._is_over = True
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, seen in self._seen.items():
+                if parameter.sharded.grad is seen:
+                    parameter.sharded.grad = parameter.lost_mean
+                    parameter.unit.gradient.drop_cleared()
+
+    def add(self, engine: Engine) -> None:
+        """Reduce them, as a backward does at its end. A collective."""
+        if not self._taken:
+            return
+        for unit in engine.units:
+            unit.gradient.begin()
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for parameter, grad in self._taken.items():
+                _add_partial(parameter, grad)
+                parameter.unit.gradient.note_fired(parameter)
+        engine.complete()
+        with torch.no_grad():
+            for parameter in reversed(self._taken):
+                if parameter.spec.computes_on_sharded:  # autograd itself calls their hooks
+                    user_hooks.call(parameter)
+
+
+def _add_partial(parameter: UnitParameter, grad: Tensor) -> None:
+    """Add a plain parameter's gradient to this rank's partial gradient."""
+    before = parameter.partial_grad
+    grad = (grad.to_dense() if grad.is_sparse else grad).to(parameter.unsharded.dtype)
+    if parameter.model is None:
+        parameter.set_partial_grad(grad)
+    else:
+        parameter.unsharded.grad = grad
+        parameter.fit_grad()
+    if before is not None and (added := parameter.partial_grad) is not None:
+        parameter.set_partial_grad(before.add_(added))
 
 
 def _check_moment(engine: Engine) -> None:

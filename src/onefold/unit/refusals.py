@@ -30,6 +30,26 @@ TOUCHED = Refusal(
     "move, cast and resize a module before onefold.shard; "
     "edit values inside `with onefold.unsharded(module, writeback=True):`",
 )
+TILED_INSIDE = Refusal(
+    "backward outside of onefold.unsharded",
+    "one inside, of {!r}, whose gradient Offload.tile reduces in row blocks",
+    "run it outside of the block, or raise Offload.tile above the weight",
+)
+NO_MEAN_INSIDE = Refusal(
+    "the gradient of {!r} to be used after onefold.unsharded",
+    "a use inside the block, where it is not averaged yet",
+    "step and clip after the block; plain parameters show this rank's gradients",
+)
+LATE_BACKWARD = Refusal(
+    "backward inside onefold.unsharded, as its forward was",
+    "one of {!r} after the block",
+    "run both inside the block, or both outside",
+)
+EARLY_FORWARD = Refusal(
+    "backward outside of onefold.unsharded, as its forward was",
+    "one of unit {} inside the block",
+    LATE_BACKWARD.hint,
+)
 COMPUTED = Refusal(
     "parameter {!r} in its module while the unit is gathered",
     "computed values in its place, as torch.func.functional_call puts there",

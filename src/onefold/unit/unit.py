@@ -186,6 +186,10 @@ class Unit(UnitWeights):
         """True if the full buffer holds, or is about to hold, the weights as they rest now."""
         return self._fresh and self._gathered == self.edits.all()
 
+    def is_there(self) -> bool:
+        """True if a graph may read the unsharded weights."""
+        return self.is_resident or self.is_tiled or self._is_current()
+
     def unshard(self) -> None:
         """Show unsharded parameters: wait for the gather, put them into the modules."""
         if self.state is not UnitState.RESTING:

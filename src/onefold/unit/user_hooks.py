@@ -4,6 +4,7 @@ Hooks of a parameter that modules compute with are autograd's: `engine/gradient_
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,8 @@ def note(parameter: Any) -> None:
 def call(parameter: Any) -> None:
     """Run the hooks of a `UnitParameter`."""
     for hook in list((parameter.sharded._post_accumulate_grad_hooks or {}).values()):
-        if not isinstance(hook, dtensors.DirectUse):
+        is_ours = isinstance(hook, partial) and hook.func is dtensors.on_accumulated
+        if not (is_ours or isinstance(hook, dtensors.DirectUse)):
             hook(parameter.sharded)
 
 
