@@ -16,7 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import (
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
 
 import onefold
 from tests.support.ranks import run_ranks, seeded
@@ -1082,6 +1086,25 @@ def test_recompute_of_several_blocks_at_once_trains(world_size, reentrant):
 
     def build():
         tower = Recomputing(4)
+        tower.blocks = nn.Sequential(*tower.blocks)
+        return tower
+
+    law_1(world_size, training(build))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_selective_recompute_of_several_units_at_once_trains(world_size):
+    """Recompute runs the operations that it counted, and gathers more than forward did."""
+    saved = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+
+    class Recomputing(Tower):
+        def forward(self, x):
+            x = checkpoint(self.first, x, use_reentrant=False, context_fn=saved)
+            x = checkpoint(self.blocks, x, use_reentrant=False, context_fn=saved)
+            return self.last(x)
+
+    def build():
+        tower = Recomputing(3)
         tower.blocks = nn.Sequential(*tower.blocks)
         return tower
 

@@ -8,6 +8,10 @@ from weakref import WeakSet
 import torch
 from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 from onefold.engine.driving import Action, Verb
 from onefold.engine.forward_threads import current_forward
@@ -59,9 +63,13 @@ class Hands:
         """Execute actions in order. Where one raises, the rest are skipped.
 
         A forward in a thread of its own has its driver do so: the group of ranks may belong to it.
+        Selective checkpointing sees none of it: recompute would want the same gathers again.
         """
         if not actions:
             return
+        if torch._C._len_torch_dispatch_stack() and _counts_for_recompute():
+            with _disable_current_modes():
+                return self.do(actions)
         thread = current_forward()
         if thread is not None:
             thread.ask(partial(self._execute, actions))
@@ -202,3 +210,9 @@ _HANDS: Mapping[Verb, Callable[[Hands, int], None]] = {
     Verb.STEP: Hands._step,
     Verb.REST: lambda hands, _: hands._rest(),
 }
+
+
+def _counts_for_recompute() -> bool:
+    """True inside a region of torch's selective checkpointing, which counts every operation."""
+    modes = _get_current_dispatch_mode_stack()
+    return any(type(mode).__module__ == "torch.utils.checkpoint" for mode in modes)
