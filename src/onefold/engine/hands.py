@@ -69,7 +69,8 @@ class Hands:
             return
         if torch._C._len_torch_dispatch_stack() and _counts_for_recompute():
             with _disable_current_modes():
-                return self.do(actions)
+                self.do(actions)
+            return
         thread = current_forward()
         if thread is not None:
             thread.ask(partial(self._execute, actions))
