@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
@@ -623,6 +624,41 @@ def test_statistics_are_at_least_as_wide_as_the_weights_of_the_forward():
     module = onefold.shard(seeded(Conv, nn.BatchNorm2d).bfloat16(), precision="fp32")
     assert module.blocks[0][1].running_mean.dtype == torch.float32
     assert module(torch.randn(2, 4, 5, 5)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("make", [parametrizations.spectral_norm, parametrizations.orthogonal])
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (3, 0), (3, 3)])
+def test_weights_computed_from_fp32_buffers_are_computed_in_fp32(make, world_size, stage):
+    def build():
+        return nn.Sequential(make(nn.Linear(6, 5)), nn.Tanh(), nn.Linear(5, 2))
+
+    def compute(_):
+        module, wide = seeded(build), seeded(build)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        onefold.shard(module, optimizer, stage=stage, precision="bf16")
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).bfloat16()
+        inner = F.linear(x, wide[0].weight.bfloat16(), wide[0].bias.bfloat16())
+        wanted = F.linear(inner.tanh(), *(p.bfloat16() for p in wide[2].parameters()))
+        output = module(x)
+        assert torch.equal(output, wanted)
+        for loss in (output, wanted):
+            loss.float().square().mean().backward()
+        optimizer.step()
+        with torch.no_grad(), onefold.unsharded(module):
+            for ours, p in zip(module.parameters(), wide.parameters(), strict=True):
+                torch.testing.assert_close(ours, p - 0.1 * p.grad, rtol=1e-6, atol=1e-7)
+        for ours, theirs in zip(module.buffers(), wide.buffers(), strict=True):
+            assert ours.dtype == torch.float32
+            assert torch.equal(ours, theirs)
+
+    run_ranks(world_size, compute)
+
+
+def test_the_older_spectral_norm_is_refused_by_name_under_precision():
+    module = nn.Sequential(torch.nn.utils.spectral_norm(nn.Linear(3, 3)))
+    with pytest.raises(onefold.ConfigError, match=r"(?s)utils\.spectral_norm.*hint: .*parametriz"):
+        onefold.shard(module, stage=3, precision="bf16")
+    onefold.shard(module, stage=3)(torch.randn(2, 3)).sum().backward()
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -112,7 +112,7 @@ def _install(parts: ModuleParts, engine: Engine, originals: list[nn.Parameter]) 
     users = {index: plan.modules for index, plan in enumerate(parts.plans)}
     hook(engine, users, root=module, kind=kind)
     if engine.recipe.precision.compute is not None:
-        keep_dtypes(parts.tree.modules)
+        keep_dtypes(parts.tree.modules, engine.recipe.precision.compute)
     device = engine.context.store.device
     if device.type != "cpu" and engine.recipe.offload.parameters != "device":
         bring_inputs(module, device)

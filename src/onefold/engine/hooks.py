@@ -24,6 +24,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._pytree import tree_map_only
 
 from onefold.engine.engine import Engine
@@ -160,14 +161,22 @@ def hook(
             others.append(hooks)
 
 
-def keep_dtypes(modules: Iterable[nn.Module]) -> None:
+def keep_dtypes(modules: Iterable[nn.Module], compute: torch.dtype) -> None:
     """Let modules with running statistics return the dtype of their input, as batch norm does.
 
-    Their own operations may widen it by an fp32 buffer, and the next weight is narrow.
+    Their own operations may widen it by an fp32 buffer, and the next weight is narrow. A weight
+    that a parametrization computes from wide ones is used in `compute`.
     """
     for module in modules:
         if statistics_dtype(module) is not None:
-            module.register_forward_hook(_in_dtype_of_input)
+            is_weight = isinstance(module, ParametrizationList)
+            module.register_forward_hook(
+                partial(_cast, compute) if is_weight else _in_dtype_of_input
+            )
+
+
+def _cast(compute: torch.dtype, _: nn.Module, __: Any, weight: Any) -> Any:
+    return cast_floating(weight, compute)
 
 
 def _in_dtype_of_input(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:

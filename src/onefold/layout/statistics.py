@@ -7,8 +7,11 @@ Their kernels take a bf16 input with fp32 statistics, and then want fp32 weights
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from onefold.config import Precision
+from onefold.errors import ConfigError
 
 
 def statistics_dtype(module: nn.Module) -> torch.dtype | None:
@@ -16,7 +19,11 @@ def statistics_dtype(module: nn.Module) -> torch.dtype | None:
 
     Statistics are floating-point buffers with one number for each channel. So all tensors of such a
     module, at least two, hold as many numbers. Scalars, which count or weigh steps, may be there.
+    So are vectors with which a parametrization computes a weight (spectral norm, torch 2.13).
     """
+    if isinstance(module, ParametrizationList):
+        found = {b.dtype for b in module.buffers() if b.dim() and b.is_floating_point()}
+        return found.pop() if len(found) == 1 else None
     tensors = [t for t in module._buffers.values() if t is not None and not is_lazy(t)]
     buffers = [tensor for tensor in tensors if tensor.is_floating_point()]
     numbers = [t for t in (*buffers, *module._parameters.values()) if t is not None and t.dim()]
@@ -26,9 +33,16 @@ def statistics_dtype(module: nn.Module) -> torch.dtype | None:
 
 
 def keeps_dtype(module: nn.Module, precision: Precision | None) -> bool:
-    """True if the module's parameters are not cast, as its statistics stay in a wider dtype."""
+    """True if the module's parameters are not cast, as its statistics stay in a wider dtype.
+
+    Raises `ConfigError` for a hook that computes a weight from narrow and wider tensors.
+    """
     if precision is None or precision.compute is None:
         return False
+    if any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values()):
+        hint = "torch.nn.utils.parametrizations.spectral_norm, or precision=None"
+        got = "torch.nn.utils.spectral_norm, whose vectors stay in another dtype"
+        raise ConfigError("weights that are computed in one dtype under precision=", got, hint=hint)
     dtype = statistics_dtype(module)
     return dtype is not None and (precision.buffers or dtype).itemsize > precision.compute.itemsize
 

@@ -117,7 +117,7 @@ def trace(
     tree, precision = ModuleTree.of(skeleton), precision or Precision()
     tracer = _Tracer(skeleton, plan_units(tree, units, precision=precision), precision)
     if precision.compute is not None:
-        keep_dtypes(tree.modules)
+        keep_dtypes(tree.modules, precision.compute)
     storages = tracer.storages = Storages(device_type, tracer.note_work)
     for tensor in (*skeleton.parameters(), *skeleton.buffers(), *tensors_in(inputs)):
         storages.ignore(tensor)
