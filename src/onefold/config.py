@@ -112,12 +112,10 @@ class Precision:
 
     def __post_init__(self) -> None:
         if self.frozen not in (None, "int8", "int4"):
-            raise ConfigError(
-                'Precision.frozen to be None, "int8" or "int4"',
-                repr(self.frozen),
-                hint=nearest_word(self.frozen, ("int8", "int4"))
-                or "NF4 is for weights that bitsandbytes has packed: load them so",
-            )
+            hint = nearest_word(self.frozen, ("int8", "int4"))
+            hint = hint or "NF4 is for weights that bitsandbytes has packed: load them so"
+            wanted = 'Precision.frozen to be None, "int8" or "int4"'
+            raise ConfigError(wanted, repr(self.frozen), hint=hint)
         for name in ("compute", "master", "reduce", "buffers"):
             dtype = getattr(self, name)
             optional = name in ("compute", "buffers")

@@ -263,13 +263,11 @@ class Stages:
         world = Group.of(dist.group.WORLD if dist.is_initialized() else None)
 
         def check() -> None:
-            if {engine.pipeline for engine in engines} != {pipeline} or (
-                len(set(engines)) != pipeline.num_stages
-            ):
-                raise CheckpointError(
-                    f"all {pipeline.num_stages} stages of this rank", f"{len(own)} modules",
-                    hint="onefold.save(directory, [first_stage, second_stage], optimizers)",
-                )  # fmt: skip
+            is_whole = len(set(engines)) == pipeline.num_stages
+            if {engine.pipeline for engine in engines} != {pipeline} or not is_whole:
+                wanted = f"all {pipeline.num_stages} stages of this rank"
+                hint = "onefold.save(directory, [first_stage, second_stage], optimizers)"
+                raise CheckpointError(wanted, f"{len(own)} modules", hint=hint)
             ranks = pipeline.group.world_size
             if ranks * everyone.world_size != world.world_size:
                 raise CheckpointError(

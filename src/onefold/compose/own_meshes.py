@@ -137,10 +137,8 @@ def _difference(
         got = f"shapes {place.shapes} on rank {rank}, but {other.shapes}"
     if not wanted:
         return None
-    hint = (
-        'units={experts: mesh["replica"]}, the axis of the ranks that hold the same weights; '
-        "other experts are on the other axis"
-    )
+    hint = 'units={experts: mesh["replica"]}, the axis of the ranks that hold the same weights; '
+    hint += "other experts are on the other axis"
     return ConfigError(wanted, f"{got} on rank {other_rank}", hint=hint)
 
 

@@ -310,10 +310,8 @@ def least_fraction(
     others = needs(replace(recipe, offload=Offload(), num_moments=0))[memory.near]
     line = Line(memory.near, free, others, max(1, states))
     stays = max(0.0, line.most(ACTIVATIONS_SHARE))
-    why = (
-        f"of {states:,} bytes of optimizer state {int(stays * line.whole):,} have room on the "
-        f"device ({free:,} bytes are free)"
-    )
+    why = f"of {states:,} bytes of optimizer state {int(stays * line.whole):,} have room on the "
+    why += f"device ({free:,} bytes are free)"
     return 1 - min(1.0, stays), why
 
 
@@ -350,12 +348,9 @@ def weights_of(choice: object) -> tuple[int, ...]:
     if isinstance(choice, Sequence) and not isinstance(choice, str | bytes):
         numbers = list(choice)
     if not all(map(_is_weight, numbers)) or not any(numbers):
-        raise ConfigError(
-            '`shares` to be None, "auto", or one weight a rank: finite numbers from 0 up, not all '
-            "of them 0",
-            repr(choice),
-            hint="shares=[3, 1] gives rank 0 three quarters of the state",
-        )
+        wanted = '`shares` to be None, "auto", or one weight a rank: finite numbers from 0 up, '
+        hint = "shares=[3, 1] gives rank 0 three quarters of the state"
+        raise ConfigError(f"{wanted}not all of them 0", repr(choice), hint=hint)
     if not all(number == int(number) for number in numbers):
         total = sum(numbers)
         parts = max(PARTS, 100 * len(numbers))

@@ -124,10 +124,8 @@ class RowSampler(Sampler[list[int]]):
         """
         if self._is_loaded and epoch < self._epoch:
             wanted = f"epoch {self._epoch}, of the position that was loaded, or a later one"
-            hint = (
-                "a loader of Accelerate counts epochs from 0: call loader.set_epoch(epoch), with "
-            )
-            hint += "the epoch of the position, before the first iteration"
+            hint = "a loader of Accelerate counts epochs from 0: call loader.set_epoch(epoch), "
+            hint += "with the epoch of the position, before the first iteration"
             raise StateError(wanted, epoch, hint=hint)
         if epoch != self._epoch:
             self._epoch, self._start, self._next, self._is_loaded = epoch, 0, 0, False

@@ -215,13 +215,10 @@ class Anchors:
         saved = [*state["anchors"], *state["residuals"]]
         shapes, wanted = [list(t.shape) for t in saved], [list(t.shape) for t in own]
         if shapes != wanted:
-            raise StateError(
-                f"anchors of shapes {wanted}",
-                f"shapes {shapes}",
-                where=self.shares[0].unit.context.where,
-                hint="resume with as many ranks, the same model and codec; or leave the state "
-                "out: an island that joins takes over that of the others",
-            )
+            hint = "resume with as many ranks, the same model and codec; or leave the state out: "
+            hint += "an island that joins takes over that of the others"
+            got, where = f"shapes {shapes}", self.shares[0].unit.context.where
+            raise StateError(f"anchors of shapes {wanted}", got, where=where, hint=hint)
         for tensor, value in zip(own, saved, strict=True):
             tensor.copy_(value)
         self.outer.load_state_dict(state["outer"])

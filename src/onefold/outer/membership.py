@@ -222,13 +222,10 @@ class Meeting:
         try:
             store = connect(host, int(port), timeout)
         except (OSError, RuntimeError) as error:
-            hint = (
-                f"start it with `onefold meet --host HOST --port PORT`; all ranks must reach it, "
-                f"and have its {SECRET}"
-            )
-            raise WireError(
-                f"a store at {self.address}", str(error).splitlines()[0], hint=hint
-            ) from error
+            hint = "start it with `onefold meet --host HOST --port PORT`; all ranks must reach it, "
+            hint += f"and have its {SECRET}"
+            got = str(error).splitlines()[0]
+            raise WireError(f"a store at {self.address}", got, hint=hint) from error
         return PrefixStore(f"onefold/islands/{self.name}", store), own_address_towards(host) or ""
 
 
@@ -331,10 +328,8 @@ def _ranks_of(mesh: DeviceMesh, own: list[int]) -> list[int]:
         got = f"a {type(mesh).__name__}"
         if isinstance(mesh, DeviceMesh):
             got = f"{mesh.mesh.tolist()}, and a module that is sharded over ranks {own}"
-        hint = (
-            'mesh = init_device_mesh(device, (2, 4), mesh_dim_names=("island", "rank")), then '
-            'onefold.shard(module, optimizer, mesh=mesh["rank"])'
-        )
+        hint = 'mesh = init_device_mesh(device, (2, 4), mesh_dim_names=("island", "rank")), then '
+        hint += 'onefold.shard(module, optimizer, mesh=mesh["rank"])'
         raise ConfigError("a mesh of two axes whose rows are the islands' ranks", got, hint=hint)
     return sorted(mesh.mesh.flatten().tolist())
 

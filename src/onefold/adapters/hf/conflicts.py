@@ -154,18 +154,13 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer | None) -> None:
     missing = [n for n, p in model.named_parameters() if id(p) not in held and p.requires_grad]
     strangers = len(held - names.keys())
     if strangers or (frozen and missing):
-        got = (
-            f"{strangers} tensors that the model does not have"
-            if strangers
-            else f"frozen ones such as {frozen[0]!r}, and not {missing[0]!r}"
-        )
-        raise ConfigError(
-            f"Trainer(optimizers=...) with a {type(optimizer).__name__} that holds the model's "
-            "parameters to train",
-            got,
-            hint="build the optimizer after the last change of the model (get_peft_model, "
-            "resize_token_embeddings, to), or leave it to the Trainer",
-        )
+        got = f"{strangers} tensors that the model does not have"
+        if not strangers:
+            got = f"frozen ones such as {frozen[0]!r}, and not {missing[0]!r}"
+        wanted = f"Trainer(optimizers=...) with a {type(optimizer).__name__} that holds the "
+        hint = "build the optimizer after the last change of the model (get_peft_model, "
+        hint += "resize_token_embeddings, to), or leave it to the Trainer"
+        raise ConfigError(f"{wanted}model's parameters to train", got, hint=hint)
 
 
 def autocast_of(mixed_precision: str, precision: object) -> torch.dtype | None:
