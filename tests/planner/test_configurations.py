@@ -47,3 +47,11 @@ def test_a_plan_counts_what_transformers_builds_or_says_what_it_leaves_out(
     ]
     assert any(said in line for line in lines) if said else not lines
     assert not any("cannot be traced" in line for line in lines)
+
+
+def test_the_page_shows_the_newest_result_and_no_plan_differs():
+    newest = max(configurations.RESULTS.glob("*-configurations.json"))
+    result = json.loads(newest.read_text())
+    assert [row["model"] for row in result["models"]] == [*configurations.published()]
+    assert {*result["counts"]} == {"equal", "part", "refused"}
+    assert "\n".join(configurations.table(result)) in configurations.PAGE.read_text()
