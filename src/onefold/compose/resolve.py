@@ -43,6 +43,7 @@ from onefold.fit.shares import (
 from onefold.layout.module_tree import ModuleTree
 from onefold.layout.units import Owned, UnitChoice, UnitPlan, owned_parameters, plan_units
 from onefold.planner.memory import needs_of
+from onefold.planner.trace import member_of
 from onefold.recipe import Recipe, UnitRecipe
 from onefold.wire.collectives import Group
 from onefold.wire.devices import check_devices, device_of
@@ -157,7 +158,7 @@ def examine(tree: ModuleTree, optimizer: object, choices: Choices, data: Group) 
         units=tuple(
             UnitRecipe(
                 plan.name,
-                tuple(owned.member(dtypes) for owned in plan.members),
+                tuple(member_of(owned, dtypes) for owned in plan.members),
                 plan.tile_nbytes,
                 is_joined=index > 0 and plan.joins(plans[index - 1]),
                 ranks=own.everyone.world_size if (own := own_meshes.ranks_of(plan)) else 0,

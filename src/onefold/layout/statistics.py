@@ -4,14 +4,24 @@ Their kernels take a bf16 input with fp32 statistics, and then want fp32 weights
 `torch.autocast` both stay in fp32. Nothing runs to find that out, and no class is named.
 """
 
+from typing import Protocol
+
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from onefold.config import Precision
 from onefold.errors import ConfigError
+
+
+class Dtypes(Protocol):
+    """Those of `onefold.Precision`: of compute, and of buffers that are cast."""
+
+    @property
+    def compute(self) -> torch.dtype | None: ...
+    @property
+    def buffers(self) -> torch.dtype | None: ...
 
 
 def statistics_dtype(module: nn.Module) -> torch.dtype | None:
@@ -32,7 +42,7 @@ def statistics_dtype(module: nn.Module) -> torch.dtype | None:
     return dtypes.pop() if is_by_channel and len(dtypes) == 1 else None
 
 
-def keeps_dtype(module: nn.Module, precision: Precision | None) -> bool:
+def keeps_dtype(module: nn.Module, precision: Dtypes | None) -> bool:
     """True if the module's parameters are not cast, as its statistics stay in a wider dtype.
 
     Raises `ConfigError` for a hook that computes a weight from narrow and wider tensors.
@@ -47,7 +57,7 @@ def keeps_dtype(module: nn.Module, precision: Precision | None) -> bool:
     return dtype is not None and (precision.buffers or dtype).itemsize > precision.compute.itemsize
 
 
-def buffers_dtype(module: nn.Module, precision: Precision) -> torch.dtype | None:
+def buffers_dtype(module: nn.Module, precision: Dtypes) -> torch.dtype | None:
     """Return the dtype to which the module's floating-point buffers are cast; None leaves them.
 
     Statistics that are narrower than the weights of the forward are widened: kernels refuse them.

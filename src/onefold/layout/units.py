@@ -10,20 +10,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from onefold.config import Precision
 from onefold.errors import ConfigError
 from onefold.layout import packed
 from onefold.layout.model_axes import ModelCut, local_of
 from onefold.layout.module_tree import ModuleTree, uncompiled
 from onefold.layout.packed import Place
-from onefold.layout.statistics import keeps_dtype
-from onefold.recipe import Member
+from onefold.layout.statistics import Dtypes, keeps_dtype
 
 TABLE_NBYTES = 1 << 20
 """Bytes of an Embedding's weight above which its rows are read, and not the whole table."""
@@ -53,15 +51,6 @@ class Owned:
         for module, name in self.owners:
             module._parameters[name] = parameter
         self.parameter = parameter
-
-    def member(self, precision: Precision) -> Member:
-        """Describe the parameter in a unit that computes in `precision`."""
-        choices = {"is_packed": self.is_packed, "keeps_dtype": self.keeps_dtype}
-        member = Member.of(self.fqn, self.values, precision, **choices)
-        if self.model is None:
-            return member
-        trains = self.parameter.requires_grad  # a local tensor does not say so
-        return replace(member, requires_grad=trains, cut=str(self.model))
 
     def replicate(self, mesh: Any) -> None:
         """Count the parameter as a copy on each rank of model axes, which cut others."""
@@ -193,7 +182,7 @@ def plan_units(
     *,
     tiles_tables: bool = False,
     parameters: list[Owned] | None = None,
-    precision: Precision | None = None,
+    precision: Dtypes | None = None,
 ) -> list[UnitPlan]:
     """Group the parameters of a module tree into units, in its order.
 

@@ -23,7 +23,7 @@ from onefold.layout.units import UnitPlan
 from onefold.planner.byte_hands import ByteCounter, ByteHands, Holding, Moment
 from onefold.planner.message_counts import PlannedUnit, planned_unit
 from onefold.planner.replay import Replay, plain_events
-from onefold.planner.trace import Trace
+from onefold.planner.trace import Trace, member_of
 from onefold.planner.work import Event, UnitWork, Work
 from onefold.recipe import Member, Recipe, UnitRecipe
 from onefold.text import format_bytes
@@ -168,7 +168,7 @@ def estimated(plans: Sequence[UnitPlan], tokens: int, precision: Precision) -> T
     units: list[UnitWork] = []
     kept: list[int] = []
     for plan in plans:
-        members = tuple(owned.member(precision) for owned in plan.members)
+        members = tuple(member_of(owned, precision) for owned in plan.members)
         nbytes = flops = 0
         for member, owned in zip(members, plan.members, strict=True):
             is_table = any(isinstance(owner, nn.Embedding) for owner, _ in owned.owners)
