@@ -261,16 +261,12 @@ class FlatStep:
 
     def _cut(self, unit: Unit, members: list[UnitParameter], rule: Rule) -> list[FlatGroup]:
         index = {parameter: i for i, parameter in enumerate(unit.parameters)}
+        shows = unit.gradient.shows_mean
         stretches: list[list[UnitParameter]] = []
         for parameter in sorted(members, key=index.__getitem__):
-            last = stretches[-1][-1] if stretches else None
-            joins = (
-                last is not None
-                and index[last] + 1 == index[parameter]
-                and unit.gradient.shows_mean(last)
-                and unit.gradient.shows_mean(parameter)
-                and self._signature(last) == self._signature(parameter)
-            )
+            last = stretches[-1][-1] if stretches else parameter
+            joins = index[last] + 1 == index[parameter] and shows(last) and shows(parameter)
+            joins = joins and self._signature(last) == self._signature(parameter)
             stretches[-1].append(parameter) if joins else stretches.append([parameter])
         return [self._make(unit, parameters, rule) for parameters in stretches]
 
@@ -379,11 +375,9 @@ def with_numbers_on(device: torch.device, state: State) -> State:
 
 
 def _is_rows(parameter: UnitParameter, name: str, value: object) -> bool:
-    return (
-        isinstance(value, Tensor)
-        and value.shape == parameter.local.shape
-        and (value.dim() > 0 or (parameter.slot.replicated and name not in NUMBERS))
-    )
+    if not isinstance(value, Tensor) or value.shape != parameter.local.shape:
+        return False
+    return value.dim() > 0 or (parameter.slot.replicated and name not in NUMBERS)
 
 
 def _begun(rule: Rule, dtype: torch.dtype) -> dict[str, float]:
@@ -419,8 +413,6 @@ def _own_rows(parameter: UnitParameter, name: str, value: object) -> object:
 
 def cannot_cut(fqn: str, name: str, wanted: Sequence[int], got: Sequence[int]) -> ConfigError:
     """Return the error for optimizer state that is neither like its parameter nor a number."""
-    return ConfigError(
-        f"optimizer state {name!r} of {fqn!r} to have shape {list(wanted)} or one element",
-        f"shape {list(got)}",
-        hint="shard before the first step, or clear optimizer.state",
-    )
+    shape = f"optimizer state {name!r} of {fqn!r} to have shape {list(wanted)} or one element"
+    hint = "shard before the first step, or clear optimizer.state"
+    return ConfigError(shape, f"shape {list(got)}", hint=hint)
