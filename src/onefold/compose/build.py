@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from weakref import ref
 
 import torch
 from torch import nn
@@ -152,7 +153,11 @@ def _mesh(recipe: Recipe, ranks: Ranks) -> DeviceMesh | None:
     if shards.handle is None or not recipe.is_sharded:
         return None
     mesh = DeviceMesh.from_group(shards.handle, recipe.device_type, mesh_dim_names=(SHARDS,))
-    return mesh if recipe.shares is None else WeightedMesh.over(mesh, recipe.shares)
+    if recipe.shares is not None:
+        mesh = WeightedMesh.over(mesh, recipe.shares)
+    if ranks.everyone.peers is not None:  # see `in_words`
+        setattr(mesh, "_onefold_peers", ref(ranks.everyone.peers))  # noqa: B010 - not declared
+    return mesh
 
 
 def _members(parts: ModuleParts, resolved: Resolved, ranks: UnitRanks | None) -> list[Owned]:

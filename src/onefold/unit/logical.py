@@ -37,6 +37,7 @@ from onefold.unit.functions import (
 from onefold.unit.gathered_view import view_of_rows
 from onefold.unit.quantized_bytes import plain_bytes, refuse_edit
 from onefold.unit.shown_grads import await_readers
+from onefold.wire.peers import in_words
 
 
 class LogicalValues(DTensor):
@@ -55,7 +56,10 @@ class LogicalValues(DTensor):
 
     def full_tensor(self, **options: Any) -> Tensor:
         full = cut_dtensor.full_tensor(self)
-        return super().full_tensor(**options) if full is None else full
+        try:
+            return super().full_tensor(**options) if full is None else full
+        except RuntimeError as error:
+            raise in_words(self.device_mesh, error) from None
 
     def redistribute(self, *args: Any, **options: Any) -> DTensor:
         placements = args[1] if args[1:] else options.get("placements")
@@ -111,10 +115,10 @@ def _run(
         outputs = as_logical(func(*args, **kwargs))
         return _shown_where(shown, outputs) if is_norm(func) else outputs
     except RuntimeError as error:
+        sharded: Any = next((x for x in tree_iter((args, kwargs)) if isinstance(x, DTensor)), None)
         if not any(words in str(error) for words in REFUSALS):
-            raise
-        sharded = (leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, DTensor))
-        label = getattr(next(sharded, None), "_label", LogicalValues._label)
+            raise in_words(getattr(sharded, "device_mesh", None), error) from None
+        label = getattr(sharded, "_label", LogicalValues._label)
         raise refusals.UNREADABLE(label, getattr(func, "__name__", repr(func))) from error
 
 

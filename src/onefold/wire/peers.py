@@ -173,3 +173,12 @@ class Message:
     def waiting(self) -> Waiting:
         """Where this rank is, for the other ranks."""
         return Waiting(self.label, self._phase, self._lane, self._number, threading.get_ident())
+
+
+def in_words(mesh: Any, error: RuntimeError) -> Exception:
+    """The error for a collective of torch over `mesh` that `error`, its own text, has ended."""
+    alive = getattr(mesh, "_onefold_peers", None)
+    peers: Peers | None = None if alive is None else alive()
+    if peers is None or isinstance(error, OnefoldError) or "gloo" not in str(error):
+        return error
+    return peers.broken("a collective of torch to complete", error)
