@@ -20,6 +20,7 @@ from onefold.engine.rules import (
     Rule,
     State,
     attributes_of,
+    begun_at_zero,
     is_moment,
     same_entry,
     state_after_first_step,
@@ -296,7 +297,7 @@ class FlatStep:
         vars(shown).update(attributes_of(parameters[0].sharded, self._reads))
         flat = FlatGroup(parameters, start, weight, shown)
         states = {p: self._imported.get(p, {}) for p in parameters}
-        begun = _begun(rule, stepped.dtype) if self._rows and states[parameters[0]] else {}
+        begun = begun_at_zero(rule, stepped.dtype) if self._rows and states[parameters[0]] else {}
         for name, value in states[parameters[0]].items():
             if _is_rows(parameters[0], name, value):
                 rows = {p: state[name] for p, state in states.items()}
@@ -378,19 +379,6 @@ def _is_rows(parameter: UnitParameter, name: str, value: object) -> bool:
     if not isinstance(value, Tensor) or value.shape != parameter.local.shape:
         return False
     return value.dim() > 0 or (parameter.slot.replicated and name not in NUMBERS)
-
-
-def _begun(rule: Rule, dtype: torch.dtype) -> dict[str, float]:
-    """Return the states of an element that is zero, and has no gradient, after one step.
-
-    Classes coupled by sums add up gaps between parameters, too. DAdaptAdaGrad (pytorch_optimizer
-    4.1.0) divides by a state that begins at 1e-6: zeros there would make its sums NaN.
-    """
-    try:
-        state = state_after_first_step(rule, dtype)
-    except Exception:  # whatever a class raises without gradients, or without a closure
-        return {}
-    return {name: value[0].item() for name, value in state.items() if is_moment(value)}
 
 
 def _plain(value: object) -> object:

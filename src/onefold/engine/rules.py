@@ -128,6 +128,19 @@ def state_after_first_step(rule: Rule, dtype: torch.dtype) -> State:
     return state
 
 
+def begun_at_zero(rule: Rule, dtype: torch.dtype) -> dict[str, float]:
+    """Return the states of an element that is zero, and has no gradient, after one step.
+
+    Classes coupled by sums add up gaps between parameters, too. DAdaptAdaGrad (pytorch_optimizer
+    4.1.0) divides by a state that begins at 1e-6: zeros there would make its sums NaN.
+    """
+    try:
+        state = state_after_first_step(rule, dtype)
+    except Exception:  # whatever a class raises without gradients, or without a closure
+        return {}
+    return {name: value[0].item() for name, value in state.items() if is_moment(value)}
+
+
 def same_entry(now: State | None, then: State) -> bool:
     """True if a parameter's state holds the very values that it held then."""
     return (
