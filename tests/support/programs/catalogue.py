@@ -160,6 +160,7 @@ OPERATIONS = (
     _O("train_on_assigned_gradients"), _O("skip_step", 1, {"zero": ZERO}), _O("step_alone", 0.7),
     _O("train_submodule", 1, {"number": NUMBERS}),
     _O("train_with_gradient_hooks", 1, {"kind": ("post accumulate",) * 5 + ("tensor",)}),
+    _O("train_with_stepping_hooks", 1, {"by": ("parameter", "block")}),
     _O("evaluate", 2, {"mode": ("no_grad", "inference_mode", "eval")}), _O("generate"),
     _O("evaluate_unsharded"), _O("evaluate_average"), _O("take_gradients"), _O("fail_in_forward"),
     _O("fail_in_backward"), _O("read_gradients", 0.5),

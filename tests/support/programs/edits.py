@@ -147,6 +147,45 @@ def halve(q: Tensor) -> None:
     q.grad.mul_(0.5)
 
 
+def train_with_stepping_hooks(p: Process, by: str = "parameter") -> None:
+    """Optimizers that hooks of gradients step inside backward: one a parameter, or one a block.
+
+    Reentrant recompute runs a backward for the rows of each rank, and so the plain hooks.
+    """
+    parts = [[q] for q in p.parameters]
+    if by == "block":
+        parts = [list(block.parameters()) for block in p.model.blocks]
+    known: set[Tensor] = set()
+    if not any(getattr(module, "reentrant", False) for module in p.model.modules()):
+        for part in parts:
+            mine = [q for q in dict.fromkeys(part) if q.requires_grad and q not in known]
+            known.update(mine)
+            if mine:
+                step_in_hooks(p, mine)
+    for _ in range(2):
+        loss = p.loss(p.batch())
+        loss.backward()
+        p.note_mean("loss", loss)
+    while p.hooks:
+        p.hooks.pop().remove()
+    p.clear()
+
+
+def step_in_hooks(p: Process, parameters: list[nn.Parameter]) -> None:
+    """An optimizer that steps once all of its parameters have their gradient."""
+    optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+    left = set(parameters)
+
+    def step(q: Tensor) -> None:
+        left.discard(q)
+        if not left:
+            optimizer.step()
+            optimizer.zero_grad()
+            left.update(parameters)
+
+    p.hooks += [q.register_post_accumulate_grad_hook(step) for q in parameters]
+
+
 def hook_steps(p: Process, kind: str = "pre") -> None:
     """Hooks on optimizers that scale gradients before, or weights after a step."""
 

@@ -166,7 +166,9 @@ class Process:
             whole = self.model
             if not self.is_plain and "meta" in self.program.legs[self.leg].options:
                 with torch.device("meta"):
-                    self.model = self.program.build().to(self.program.dtype)
+                    self.model = self.program.build()
+                if self.program.dtype != torch.float32:
+                    self.model.to(self.program.dtype)
         if not self.is_plain and dist.is_initialized():
             dist.barrier()  # a recomputation of one rank sets the generator that threads share
         self.optimizers = self.program.optimizers(self.model)

@@ -124,7 +124,12 @@ class Noisy(Process):
         try:
             for weight, value in own:
                 weight.data.copy_(self.in_forward(weight, value))
+            shown = [weight.detach().clone() for weight in self.parameters]
             yield
+            for (weight, value), before in zip(own, shown, strict=True):
+                if not torch.equal(weight, before):  # a hook has stepped it
+                    wide = torch.complex128 if value.is_complex() else torch.float64
+                    value.copy_(value.to(wide) + (weight.detach().to(wide) - before.to(wide)))
         finally:
             self.is_inside = False
             for weight, value in own:
