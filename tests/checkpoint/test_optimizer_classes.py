@@ -235,8 +235,28 @@ class Composed(Each):
         return (mean + state["last"][0]).to(p)
 
 
+class Projector:
+    """What GaLore keeps for a parameter. ScalableShampoo has an Enum there, too."""
+
+    def __init__(self) -> None:
+        self.seen, self.mean, self.kind = 0, None, Way.SLOW
+
+    def project(self, grad):
+        self.seen += 1
+        assert self.kind is Way.SLOW
+        self.mean = grad.clone() if self.mean is None else self.mean.lerp(grad, 1 / self.seen)
+        return self.mean / self.mean.norm()
+
+
+class Projecting(Each):
+    def change(self, p, group):
+        state = self.state[p]
+        return state.setdefault("by", [Projector()])[0].project(p.grad)
+
+
 CLASSES = [
     NoneMarks, OtherKeys, Tables, Counting, Hidden, Choosing, Narrow, Divided, Recalling, Composed,
+    Projecting,
 ]  # fmt: skip
 
 

@@ -4,24 +4,26 @@
 
 torch's planner makes words of all keys, and drops dicts without entries: these hold the mark alone.
 It takes a tensor made of others (torchao 0.18.0: codes and scales) for bytes of its shape. So that
-becomes a dict of these others, and a queue (AdaShift of pytorch_optimizer 4.1.0) a list.
+becomes a dict of these others, a queue (AdaShift of pytorch_optimizer 4.1.0) a list, and an object
+(a projector of GaLore) its attributes.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections import deque
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from onefold.engine.own_state import class_named, is_of_attributes
 from onefold.errors import CheckpointError
 
-_MARK, _WRAPPER, _QUEUE = ":", ":wrapper", ":queue"
+_MARK, _WRAPPER, _QUEUE, _OBJECT, _MEMBER = ":", ":wrapper", ":queue", ":object", ":member"
 
 
 def as_words(value: Any, name_of: Callable[[Tensor], str | None], where: str) -> Any:
@@ -37,9 +39,13 @@ def as_words(value: Any, name_of: Callable[[Tensor], str | None], where: str) ->
         names, context = value.__tensor_flatten__()
         inner = {name: as_words(getattr(value, name), name_of, where) for name in names}
         made = (context, value.shape, value.stride())
-        return {_WRAPPER: f"{type(value).__module__}.{type(value).__qualname__}"} | {
+        return {_WRAPPER: _name(value)} | {
             "inner": inner, "made": (made,),  # one object: torch's planner opens no such tuple
         }  # fmt: skip
+    if isinstance(value, Enum):  # inside of an object
+        return {_MEMBER: value.name, "of": _name(value)}
+    if is_of_attributes(type(value)):
+        return {_OBJECT: _name(value), "attributes": as_words(vars(value), name_of, where)}
     if not isinstance(value, dict):
         return value
 
@@ -83,8 +89,14 @@ def as_keys(value: Any, key_of: Callable[[str], Tensor | None]) -> Any:
         return deque(as_keys(value["items"], key_of), value[_QUEUE])
     if _WRAPPER in value:
         ((context, *extents),) = value["made"]
-        kind = _wrapper(value[_WRAPPER])
+        kind: Any = _class(value[_WRAPPER], lambda kind: issubclass(kind, Tensor))
         return kind.__tensor_unflatten__(as_keys(value["inner"], key_of), context, *extents)
+    if _OBJECT in value:
+        made = object.__new__(_class(value[_OBJECT], is_of_attributes))
+        vars(made).update(as_keys(value["attributes"], key_of))
+        return made
+    if _MEMBER in value:
+        return _class(value["of"], lambda kind: issubclass(kind, Enum))[value[_MEMBER]]
 
     def typed(described: Any) -> Any:
         if isinstance(described, list):
@@ -100,11 +112,14 @@ def as_keys(value: Any, key_of: Callable[[str], Tensor | None]) -> Any:
     return {key: as_keys(value[word], key_of) for word, key in keys.items() if word not in left_out}
 
 
-def _wrapper(name: str) -> Any:
-    """Return a class of tensors made of others, which the program has imported."""
-    module, _, kind = name.rpartition(".")
-    found = vars(sys.modules.get(module, object)).get(kind)
-    if not (isinstance(found, type) and issubclass(found, Tensor)):
-        hint = f"import {module or name}, as the program that saved it did"
-        raise CheckpointError("states of tensor classes that are imported", name, hint=hint)
+def _name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _class(name: str, fits: Callable[[type], bool]) -> Any:
+    """Return a class that the program has imported; none of its code runs."""
+    found = class_named(name)
+    if found is None or not fits(found):
+        hint = f"import {name.rpartition('.')[0] or name}, as the program that saved it did"
+        raise CheckpointError("states of classes that are imported", name, hint=hint)
     return found

@@ -188,7 +188,8 @@ def _answer(optimizer: Optimizer, group: dict[str, Any], attributes: dict[str, A
         answer, own = _probed(way)
         reads |= own
         if answer is not None:
-            return replace(answer, reads=reads, unsavable=_unsavable(way))
+            is_whole = answer.kind != "elementwise" and not answer.adds
+            return replace(answer, reads=reads, unsavable=_unsavable(way, is_whole))
     # it may send messages where no probe sees them
     sent = [name for name in _names_in_step(type(optimizer)) if name in SENT]
     return Behaviour(reads=reads, sends=sent[0] if sent else "")
@@ -252,12 +253,16 @@ def _compare(question: Question) -> Behaviour:
 
 
 @lru_cache(maxsize=1024)
-def _unsavable(question: Question) -> str:
-    """Return a value in the states of small parameters that no checkpoint gives back."""
+def _unsavable(question: Question, is_whole: bool) -> str:
+    """Return a value in the states of small parameters that no checkpoint gives back.
+
+    `is_whole`: one rank keeps the state of a parameter, also what is inside of objects.
+    """
     if question.kind.__module__.startswith("torch.optim."):
         return ""
     entries = _try(lambda: stepped(question, MATRICES).entries()) or []
-    return next(filter(None, (unsavable(entry, "state[parameter]") for entry in entries)), "")
+    name = "state[parameter]"
+    return next(filter(None, (unsavable(e, name, has_objects=is_whole) for e in entries)), "")
 
 
 def _try(test: Callable[..., Any], *args: Any) -> Any:

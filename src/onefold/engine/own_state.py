@@ -8,6 +8,7 @@ These are saved as well, and given back through the class's own `load_state_dict
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, OrderedDict, deque
 from typing import Any, cast
 
@@ -123,8 +124,11 @@ def check_savable(optimizer: Optimizer) -> None:
         raise ConfigError(wanted, other, hint=hint)
 
 
-def unsavable(value: object, name: str) -> str:
-    """Return a value that no checkpoint gives back, with its place; empty if there is none."""
+def unsavable(value: object, name: str, *, has_objects: bool = False) -> str:
+    """Return a value that no checkpoint gives back, with its place; empty if there is none.
+
+    `has_objects`: objects that consist of their attributes are given back as such.
+    """
     inside: Any = ()
     if type(value) in (dict, Counter, OrderedDict):
         inside = cast("dict[Any, Any]", value).items()
@@ -133,6 +137,37 @@ def unsavable(value: object, name: str) -> str:
             return f"a {type(other).__name__} as a key of {name}"
     elif type(value) in (list, tuple, set, deque):
         inside = enumerate(cast("list[Any]", value))
+    elif has_objects and is_of_attributes(type(value)) and len(name) < _LONGEST_NAME:
+        inside = vars(value).items()
     elif not isinstance(value, _PLAIN) and not callable(getattr(value, "state_dict", None)):
         return f"a {type(value).__name__} in {name}"
-    return next(filter(None, (unsavable(item, f"{name}[{key!r}]") for key, item in inside)), "")
+    found = (unsavable(v, f"{name}[{key!r}]", has_objects=has_objects) for key, v in inside)
+    return next(filter(None, found), "")
+
+
+def is_of_attributes(kind: type) -> bool:
+    """True for a class whose objects are their attributes, and which a name finds again.
+
+    GaLore's projectors are such: no base of theirs is written in C, has slots, or says itself how
+    it is copied.
+    """
+    is_named = class_named(f"{kind.__module__}.{kind.__qualname__}") is kind
+    copies_itself = any(vars(base).keys() & _OWN_COPIES for base in kind.__mro__[:-1])
+    has_more = (kind.__basicsize__, kind.__dictoffset__) != _OF_ATTRIBUTES
+    return is_named and not copies_itself and not has_more
+
+
+def class_named(name: str) -> type | None:
+    """Return a class of a module that the program has imported."""
+    module, _, kind = name.rpartition(".")
+    found = vars(sys.modules.get(module, object)).get(kind)
+    return found if isinstance(found, type) else None
+
+
+class _Empty:
+    """Has attributes alone."""
+
+
+_OF_ATTRIBUTES = _Empty.__basicsize__, _Empty.__dictoffset__
+_OWN_COPIES = {"__slots__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"}
+_LONGEST_NAME = 300  # of a place: objects may refer to each other in circles

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -162,7 +162,7 @@ class _Rules:
         names = ("initialize_weights", "init_weights", "_init_weights")
         rule = next(filter(None, (_method(module, name) for name in names)), None)
         if rule is None and (by_module := _method(module, "_init_weights", 1)) is not None:
-            rule = partial(module.apply, by_module)
+            rule = partial(module.apply, cast("Any", by_module))
         if rule is not None:
             self._call(rule, module)
 
