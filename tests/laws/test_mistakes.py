@@ -327,15 +327,22 @@ def test_every_rank_has_the_right_result(body, args, tmp_path):
 # a rank that is gone
 
 
-def _lose_a_rank(rank, how, lost, folder):
+def _lose_a_rank(rank, how, lost, then, folder):
     module, optimizer = start(3, timeout=LIMIT_S)
     step(module, optimizer, own(rank, token_batches()[0]))
     if rank == lost:
         how()
     begun = time.monotonic()
     try:
+        if then == "onefold.save":
+            onefold.save(f"{folder}/saved", module, optimizer)
         for _ in range(3):
-            step(module, optimizer, own(rank, token_batches()[0]))
+            batch = own(rank, token_batches()[0])
+            if then == "evaluation forward":
+                with torch.no_grad():
+                    next_token_loss(module.eval(), batch)
+            else:
+                step(module, optimizer, batch)
         said = "right"
     except onefold.OnefoldError as error:
         said = f"{type(error).__name__}: {error}"
@@ -357,19 +364,26 @@ def raises():
     raise ValueError("a bad row")
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-@pytest.mark.parametrize("how", [killed, ends_early, raises], ids=lambda how: how.__name__)
-def test_the_other_rank_names_the_loss_of_a_rank(how, lost, tmp_path):
+@pytest.mark.parametrize(
+    ("how", "lost", "then"),
+    [
+        *((how, lost, "") for how in (killed, ends_early, raises) for lost in (0, 1)),
+        (ends_early, 1, "onefold.save"),
+        (ends_early, 1, "evaluation forward"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_the_other_rank_names_the_loss_of_a_rank(how, lost, then, tmp_path):
     await_ended_threads()
     url = f"file://{tmp_path}/store"
-    arguments = (2, url, HANG_S, _lose_a_rank, (how, lost, str(tmp_path)))
+    arguments = (2, url, HANG_S, _lose_a_rank, (how, lost, then, str(tmp_path)))
     context = mp.start_processes(_process, arguments, nprocs=2, join=False, start_method="fork")
     for process in context.processes:
         process.join(HANG_S)
     seconds, said = (tmp_path / str(1 - lost)).read_text().split("\n", 1)
     assert float(seconds) < LIMIT_S + 60
-    assert said.startswith("WireError: expected "), said
-    assert f"on rank {1 - lost} to complete, got rank {lost} ended" in said, said
+    assert said.startswith(f"WireError: expected {then}"), said
+    assert f" to complete, got rank {lost} ended" in said, said
     assert "\nhint: " in said
 
 

@@ -92,7 +92,7 @@ class Peers:
         except RuntimeError as error:
             if isinstance(error, OnefoldError):
                 raise
-            self._failure = self.broken(f"{message.label} to complete", error)
+            self._failure = self.broken(self._wanted(message), error)
             raise self._failure from None  # the text of gloo says no more
         finally:
             roll_call.wait_for(None)
@@ -120,11 +120,15 @@ class Peers:
         if roll_call.verdict is not None:
             return WireError(roll_call.no_rank_can_go_on(roll_call.verdict))
         if roll_call.gone is not None:
-            return self.broken(f"{message.label} to complete", RuntimeError(roll_call.gone))
+            return self.broken(self._wanted(message), RuntimeError(roll_call.gone))
         if waited_s > self._time_limit():
-            wanted = f"{message.label} to complete"
+            wanted = self._wanted(message)
             return WireError(time_is_up(wanted, self._time_limit(), roll_call.table))
         return None
+
+    def _wanted(self, message: Message) -> str:
+        """What this rank waits for, and the call or phase that it belongs to."""
+        return f"{self.roll_call.doing(message.waiting)} to complete"
 
 
 def _is_over(work: dist.Work, limit: timedelta) -> bool:

@@ -323,10 +323,13 @@ class RollCall:
         """This rank's line of a list that says where all ranks are."""
         return f"  rank {self._rank}: {self._place(waiting)}"
 
+    def doing(self, waiting: Waiting) -> str:
+        """A collective, and the call or phase that it belongs to."""
+        return describe(waiting.phase, waiting.label, sys._current_frames().get(waiting.thread))
+
     def _place(self, waiting: Waiting) -> str:
-        frame = sys._current_frames().get(waiting.thread)
-        label = waiting.label.removesuffix(f" on rank {self._rank}")
-        return f"{describe(waiting.phase, label, frame)}{place_in(frame)}"
+        said = self.doing(waiting).removesuffix(f" on rank {self._rank}")
+        return f"{said}{place_in(sys._current_frames().get(waiting.thread))}"
 
 
 def time_is_up(wanted: str, limit_s: float, table: str) -> str:
