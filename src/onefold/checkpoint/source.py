@@ -88,6 +88,8 @@ class Source:
             wrong = [key for key, kind in kinds.items() if not isinstance(state.get(key), kind)]
             if wrong and wrong != ["modules"]:  # earlier versions had none
                 raise ValueError(f"no {wrong[0]!r} in it")
+            if not all(isinstance(each, dict) for each in state.get("modules", ())):
+                raise ValueError("'modules' are no dicts")
         return dict(state)
 
     @contextmanager

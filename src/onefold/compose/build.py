@@ -7,7 +7,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from weakref import ref
 
 import torch
 from torch import nn
@@ -53,6 +52,7 @@ from onefold.unit.init import (
 )
 from onefold.unit.unit import Unit
 from onefold.wire.collectives import Group
+from onefold.wire.peers import introduce
 from onefold.wire.ranks import Ranks
 from onefold.wire.together import together
 from onefold.wire_config import Wire
@@ -155,8 +155,8 @@ def _mesh(recipe: Recipe, ranks: Ranks) -> DeviceMesh | None:
     mesh = DeviceMesh.from_group(shards.handle, recipe.device_type, mesh_dim_names=(SHARDS,))
     if recipe.shares is not None:
         mesh = WeightedMesh.over(mesh, recipe.shares)
-    if ranks.everyone.peers is not None:  # see `in_words`
-        setattr(mesh, "_onefold_peers", ref(ranks.everyone.peers))  # noqa: B010 - not declared
+    if ranks.everyone.peers is not None:
+        introduce(mesh, ranks.everyone.peers)
     return mesh
 
 

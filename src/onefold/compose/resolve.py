@@ -271,13 +271,17 @@ def _settle_axes(_: _Task, settled: Resolved) -> Resolved:
     if not recipe.wire.is_plain:
         ranks = meet(two_axes_of_launcher(ranks, settled.device))
     recipe = _on_ranks(recipe, ranks)
-    sends_itself = settled.device.type != "cpu" and ranks.everyone.is_nccl  # worth two hops
-    if ranks.axes is None and recipe.inference is None and sends_itself:
+    if ranks.axes is None and recipe.inference is None and sends_itself(ranks, settled.device):
         ranks = meet(two_axes_of_launcher(ranks, settled.device, is_asked=False))
         if ranks.axes is not None:
             near = ranks.axes.local_world_size
             recipe = replace(recipe, has_hosts=True, local_world_size=near)
     return replace(settled, recipe=recipe, ranks=ranks)
+
+
+def sends_itself(ranks: Ranks, device: torch.device) -> bool:
+    """True if the device sends messages itself (NCCL): several hosts are then worth two hops."""
+    return device.type != "cpu" and ranks.everyone.is_nccl
 
 
 def _settle_stage(task: _Task, settled: Resolved) -> Resolved:

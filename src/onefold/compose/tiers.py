@@ -205,7 +205,6 @@ def _build(
     step_device: StepDevice = HostStep(slots, store.device)
     if offload.step == "device":
         step_device, num_steppers = DeviceStep(store.device, ledger), NUM_STREAMS
-    copies = offload.parameters != "device" and store.device.type != "cpu"
     return Tiers(
         weight=stores[offload.parameters],
         state=stores[offload.optimizer],
@@ -214,8 +213,13 @@ def _build(
         steppers=Workers(num_steppers, "onefold-step", cores, device=store.device),
         step_device=step_device,
         scratch=_scratch(offload, store.device, slots, ledger, group, cores),
-        copies=CopyStream(store.device) if copies else None,
+        copies=copies_for(store.device) if offload.parameters != "device" else None,
     )
+
+
+def copies_for(device: torch.device) -> CopyStream | None:
+    """A stream for copies of weights to an accelerator; the CPU has none."""
+    return CopyStream(device) if device.type != "cpu" else None
 
 
 def _scratch(

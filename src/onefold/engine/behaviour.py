@@ -261,8 +261,8 @@ def _unsavable(question: Question, is_whole: bool) -> str:
     if question.kind.__module__.startswith("torch.optim."):
         return ""
     entries = _try(lambda: stepped(question, MATRICES).entries()) or []
-    name = "state[parameter]"
-    return next(filter(None, (unsavable(e, name, has_objects=is_whole) for e in entries)), "")
+    name, flags = "state[parameter]", {"is_state": True, "has_objects": is_whole}
+    return next(filter(None, (unsavable(entry, name, **flags) for entry in entries)), "")
 
 
 def _try(test: Callable[..., Any], *args: Any) -> Any:

@@ -124,10 +124,13 @@ def check_savable(optimizer: Optimizer) -> None:
         raise ConfigError(wanted, other, hint=hint)
 
 
-def unsavable(value: object, name: str, *, has_objects: bool = False) -> str:
+def unsavable(
+    value: object, name: str, *, is_state: bool = False, has_objects: bool = False
+) -> str:
     """Return a value that no checkpoint gives back, with its place; empty if there is none.
 
-    `has_objects`: objects that consist of their attributes are given back as such.
+    `is_state`: of a parameter, where queues come back, and objects that consist of their attributes
+    if it `has_objects`.
     """
     inside: Any = ()
     if type(value) in (dict, Counter, OrderedDict):
@@ -135,14 +138,14 @@ def unsavable(value: object, name: str, *, has_objects: bool = False) -> str:
         other = next((key for key, _ in inside if not isinstance(key, _PLAIN | tuple)), None)
         if other is not None:
             return f"a {type(other).__name__} as a key of {name}"
-    elif type(value) in (list, tuple, set, deque):
+    elif type(value) in (list, tuple, set) or (is_state and type(value) is deque):
         inside = enumerate(cast("list[Any]", value))
     elif has_objects and is_of_attributes(type(value)) and len(name) < _LONGEST_NAME:
         inside = vars(value).items()
     elif not isinstance(value, _PLAIN) and not callable(getattr(value, "state_dict", None)):
         return f"a {type(value).__name__} in {name}"
-    found = (unsavable(v, f"{name}[{key!r}]", has_objects=has_objects) for key, v in inside)
-    return next(filter(None, found), "")
+    flags = {"is_state": is_state, "has_objects": has_objects}
+    return next(filter(None, (unsavable(v, f"{name}[{key!r}]", **flags) for key, v in inside)), "")
 
 
 def is_of_attributes(kind: type) -> bool:

@@ -105,7 +105,8 @@ class _Gradients:
         self._is_over = True
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in shown:
-                sharded, plain = parameter.sharded, parameter.current()
+                sharded = parameter.sharded
+                plain = parameter.current() if parameter.places else None  # else its module is gone
                 is_cleared = parameter in self._seen and sharded.grad is None
                 if sharded.grad is self._stand_ins.get(parameter):
                     sharded.grad = None

@@ -180,12 +180,12 @@ class _Rules:
 
         Operations in place count a tensor's version up on `meta`, too (but not through `.data`).
         """
-        blank, kinds = self._blanks[id(place.tensor)], self._writers.get(id(place.tensor), set())
+        blank, writers = self._blanks[id(place.tensor)], self._writers.get(id(place.tensor), ())
+        kinds = {type(module).__name__ for module in writers}  # of one: the same distribution
         if place.store[place.name] is not blank:
             return  # of a second model, which its constructor has made
         if len(kinds) > 1:
-            names = sorted(type(module).__name__ for module in kinds)
-            wanted, got = f"one module to initialize {place.fqn!r}", " and ".join(names)
+            wanted, got = f"one module to initialize {place.fqn!r}", " and ".join(sorted(kinds))
             hint = "add init_weights to the model, which sets it, or build it on a real device"
             raise ConfigError(f"{wanted}, which is on the meta device", got, hint=hint)
         if place.tensor._version > blank._version:

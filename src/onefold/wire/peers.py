@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
 from typing import Any
+from weakref import WeakValueDictionary
 from zlib import crc32
 
 import torch
@@ -179,10 +180,17 @@ class Message:
         return Waiting(self.label, self._phase, self._lane, self._number, threading.get_ident())
 
 
+_PEERS = WeakValueDictionary[int, Peers]()  # by id of a mesh, which DTensors pickle
+
+
+def introduce(mesh: Any, peers: Peers) -> None:
+    """Let `in_words` find the peers of a mesh."""
+    _PEERS[id(mesh)] = peers
+
+
 def in_words(mesh: Any, error: RuntimeError) -> Exception:
     """The error for a collective of torch over `mesh` that `error`, its own text, has ended."""
-    alive = getattr(mesh, "_onefold_peers", None)
-    peers: Peers | None = None if alive is None else alive()
+    peers = _PEERS.get(id(mesh))
     if peers is None or isinstance(error, OnefoldError) or "gloo" not in str(error):
         return error
     return peers.broken("a collective of torch to complete", error)
