@@ -185,9 +185,9 @@ class _Rules:
         if place.store[place.name] is not blank:
             return  # of a second model, which its constructor has made
         if len(kinds) > 1:
-            wanted, got = f"one module to initialize {place.fqn!r}", " and ".join(sorted(kinds))
+            wanted = f"one module to initialize {place.fqn!r}, which is on the meta device"
             hint = "add init_weights to the model, which sets it, or build it on a real device"
-            raise ConfigError(f"{wanted}, which is on the meta device", got, hint=hint)
+            raise ConfigError(wanted, " and ".join(sorted(kinds)), hint=hint)
         if place.tensor._version > blank._version:
             wanted = f"reset_parameters or init_weights to make all initial values of {place.fqn!r}"
             got = "a constructor that writes more of them on the meta device"
