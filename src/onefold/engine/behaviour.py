@@ -188,8 +188,7 @@ def _answer(optimizer: Optimizer, group: dict[str, Any], attributes: dict[str, A
         answer, own = _probed(way)
         reads |= own
         if answer is not None:
-            is_whole = answer.kind != "elementwise" and not answer.adds
-            return replace(answer, reads=reads, unsavable=_unsavable(way, is_whole))
+            return replace(answer, reads=reads)
     # it may send messages where no probe sees them
     sent = [name for name in _names_in_step(type(optimizer)) if name in SENT]
     return Behaviour(reads=reads, sends=sent[0] if sent else "")
@@ -215,7 +214,9 @@ def _probed(question: Question) -> tuple[Behaviour | None, frozenset[str]]:
     profiler, behaviour = sys.getprofile(), None
     try:
         sys.setprofile(refuse_messages)
-        behaviour = _compare(question)
+        together = stepped(question, MATRICES)
+        behaviour = _compare(question, together)
+        behaviour = replace(behaviour, unsavable=_unsavable(together, behaviour))
     except Sends as error:
         behaviour = Behaviour(sends=str(error))
     except MemoryError:  # which tells nothing of the class
@@ -230,8 +231,7 @@ def _probed(question: Question) -> tuple[Behaviour | None, frozenset[str]]:
     return behaviour, frozenset(question.reads)
 
 
-def _compare(question: Question) -> Behaviour:
-    together = stepped(question, MATRICES)
+def _compare(question: Question, together: Run) -> Behaviour:
     apart = [
         stepped(question, [shape], start) for shape, start in zip(MATRICES, (0, 6), strict=True)
     ]
@@ -252,17 +252,12 @@ def _compare(question: Question) -> Behaviour:
     return Behaviour("elementwise", in_blocks=in_blocks, moments=_moments(wanted))
 
 
-@lru_cache(maxsize=1024)
-def _unsavable(question: Question, is_whole: bool) -> str:
-    """Return a value in the states of small parameters that no checkpoint gives back.
-
-    `is_whole`: one rank keeps the state of a parameter, also what is inside of objects.
-    """
-    if question.kind.__module__.startswith("torch.optim."):
-        return ""
-    entries = _try(lambda: stepped(question, MATRICES).entries()) or []
+def _unsavable(run: Run, behaviour: Behaviour) -> str:
+    """Return a value in the states of small parameters that no checkpoint gives back."""
+    # one rank keeps the state of such a parameter, also what is inside of objects
+    is_whole = behaviour.kind != "elementwise" and not behaviour.adds
     name, flags = "state[parameter]", {"is_state": True, "has_objects": is_whole}
-    return next(filter(None, (unsavable(entry, name, **flags) for entry in entries)), "")
+    return next(filter(None, (unsavable(entry, name, **flags) for entry in run.entries())), "")
 
 
 def _try(test: Callable[..., Any], *args: Any) -> Any:
