@@ -334,6 +334,15 @@ def test_values_that_only_a_constructor_makes_are_refused_by_name(build, said):
     assert_equal(sharded(module), loaded)
 
 
+def test_a_module_of_inference_mode_has_the_values_of_its_constructor():
+    torch.manual_seed(3)
+    wanted = tensors(ByRule())
+    with torch.inference_mode():
+        module = on_meta(ByRule)
+    torch.manual_seed(3)
+    assert_equal(sharded(module), wanted)
+
+
 def test_a_buffer_that_nobody_computes_is_named():
     class Masked(nn.Linear):
         def __init__(self) -> None:

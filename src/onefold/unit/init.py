@@ -126,8 +126,7 @@ class _Rules:
         self._own: dict[nn.Module, set[int]] = {}
         self._given: dict[int, Tensor] = {}  # by id of the tensor in its place
         self._writers: dict[int, set[nn.Module]] = {}  # of a tensor's last values, by its id
-        self._blanks: dict[int, Tensor] = {}
-        blanks = self._blanks
+        self._blanks = blanks = dict[int, Tensor]()
         for place in places:
             key, is_given = id(place.tensor), id(place.tensor) not in missing
             self._own.setdefault(place.module, set()).add(key)
@@ -188,7 +187,8 @@ class _Rules:
             wanted = f"one module to initialize {place.fqn!r}, which is on the meta device"
             hint = "add init_weights to the model, which sets it, or build it on a real device"
             raise ConfigError(wanted, " and ".join(sorted(kinds)), hint=hint)
-        if place.tensor._version > blank._version:
+        writes = 0 if place.tensor.is_inference() else place.tensor._version  # those count none
+        if writes > blank._version:
             wanted = f"reset_parameters or init_weights to make all initial values of {place.fqn!r}"
             got = "a constructor that writes more of them on the meta device"
             hint = "move this into init_weights of the model, build it on a real device, "
