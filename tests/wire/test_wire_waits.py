@@ -76,6 +76,7 @@ def recorded(monkeypatch):
         last_words=str,
         find_gone=str,
         read_verdict=str,
+        doing=lambda waiting: waiting.label,
         table="",
     )
     return Group(0, 3, handle, Peers(lanes, roll_call, None, lambda: 60.0)), handle.works
