@@ -68,6 +68,63 @@ def test_listed_experts_are_stacked_and_train_like_the_list(shape):
     assert experts.error(found, plain(*shape, is_listed=True)) < 1e-12
 
 
+@pytest.mark.parametrize(("world", "stage"), [(1, 3), (3, 2), (2, 0)])
+def test_a_checkpoint_of_listed_experts_loads_into_the_list(world, stage, tmp_path):
+    """Weights, averages, and the next step by moments and groups: each expert gets its rows."""
+
+    def next_average(model, optimizer, average):
+        experts.loss_of(model, rows).backward()
+        optimizer.step()
+        average.update()
+        with average.applied(), onefold.unsharded(model):
+            return {name: experts.whole(p.detach()) for name, p in model.named_parameters()}
+
+    def save(rank):
+        model, optimizer = experts.sharded(Axis(1, 2, is_listed=True))
+        average = onefold.ema(model, decay=0.5)
+        next_average(model, optimizer, average)
+        optimizer.zero_grad()
+        onefold.save(tmp_path / "run", model, optimizer, extra="after one step")
+        return next_average(model, optimizer, average)
+
+    def resume(rank):
+        model = experts.build(is_listed=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=5.0)
+        onefold.shard(model, optimizer, stage=stage)
+        average = onefold.ema(model, decay=0.5)
+        assert onefold.load(tmp_path / "run", model, optimizer) == "after one step"
+        return experts.stacked(next_average(model, optimizer, average))
+
+    rows = experts.rows_of(0, 1)  # the same on every rank, so that their mean is that of one
+    wanted = run_ranks(2, save)[0]
+    for found in run_ranks(world, resume):
+        assert experts.error(found, wanted) < 1e-12
+
+
+def test_states_that_do_not_belong_to_one_expert_are_not_cut(tmp_path):
+    def start(is_stacked):
+        model = experts.build(is_listed=True)
+        if is_stacked:
+            experts.spread(model, None)
+        optimizer = torch.optim.Adafactor(model.parameters())
+        onefold.shard(model, optimizer)
+        return model, optimizer
+
+    def run(rank):
+        model, optimizer = start(is_stacked=True)
+        experts.loss_of(model, experts.rows_of(0, 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        onefold.save(tmp_path / "run", model, optimizer)
+        model, optimizer = start(is_stacked=False)
+        before = {name: p.to_local().clone() for name, p in model.named_parameters()}
+        with pytest.raises(onefold.CheckpointError, match=r"stacked.up.weight.*experts in a list"):
+            onefold.load(tmp_path / "run", model, optimizer)
+        assert all(torch.equal(p.to_local(), before[n]) for n, p in model.named_parameters())
+
+    run_ranks(1, run)
+
+
 @pytest.mark.parametrize("shape", [(2, 2), (1, 3)])
 def test_ten_steps_at_every_stage_are_those_of_one_process(shape):
     """Stages are equal bit for bit in fp32; one process in fp64, as AdamW amplifies rounding."""

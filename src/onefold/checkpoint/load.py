@@ -21,7 +21,7 @@ from onefold.checkpoint.agreement import Damaged, collect, together
 from onefold.checkpoint.contents import restore_random_states
 from onefold.checkpoint.directory import Found, find, look_in
 from onefold.checkpoint.save import finish_pending
-from onefold.checkpoint.source import Source, open_source, spread_ties
+from onefold.checkpoint.source import Source, open_source, spread_ties, unstack
 from onefold.checkpoint.stages import Modules, Optimizers, ShardedModel, Stages
 from onefold.checkpoint.targets import Targets
 from onefold.errors import CheckpointError, Failure, is_agreed
@@ -133,6 +133,7 @@ def _load(loading: _Loading, checkpoint: Found) -> Any:
 
     def compare() -> tuple[Source, dict[str, Any], list[Targets]]:
         source = spread_ties(open_source(checkpoint))
+        source = unstack(source, {p.fqn for model in models for p in model.parameters()})
         number = models[0].rank % source.saved_ranks
         of_rank = source.rank_state(number)
         _check_own(source, of_rank, models, group)

@@ -55,11 +55,12 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A tensor: pieces cover it exactly."""
+    """A tensor: pieces cover it exactly. `row`: that of a stack, whose pieces they are then."""
 
     shape: Extents
     dtype: torch.dtype
     pieces: tuple[Piece, ...]
+    row: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

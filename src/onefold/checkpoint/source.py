@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -44,7 +44,8 @@ class Source:
     """A checkpoint whose parts agree: what `onefold.load`, `inspect` and `export` read.
 
     `paths`: the nested keys of each name. `aliases`: other names of tied weights, each with the
-    first one, where `spread_ties` has found them.
+    first one, where `spread_ties` has found them. `lists`: the names that `unstack` put in place of
+    that of a stacked parameter.
     """
 
     found: Found
@@ -53,6 +54,7 @@ class Source:
     objects: dict[str, Place]
     paths: dict[str, Keys]
     aliases: dict[str, str] = field(default_factory=dict)
+    lists: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def path(self) -> Path:
@@ -121,6 +123,8 @@ class Source:
             chunks = own.__create_chunk_list__()  # type: ignore[attr-defined]
             own = own._local_tensor
             offsets = tuple(chunks[0].offsets) if chunks else offsets
+        if saved.row is not None:
+            own, offsets = own.unsqueeze(0), (saved.row, *offsets)
         for piece in saved.pieces:
             bounds = zip(offsets, own.shape, piece.offsets, piece.sizes, strict=True)
             spans = [(max(a, b), min(a + n, b + m)) for a, n, b, m in bounds]
@@ -234,3 +238,40 @@ def spread_ties(source: Source) -> Source:
                 else:
                     objects[target] = objects[name]
     return replace(source, tensors=tensors, objects=objects, paths=paths, aliases=others)
+
+
+# experts given as a list
+
+
+def unstack(source: Source, fqns: Set[str]) -> Source:
+    """Give each expert of a list its rows of the stack that an expert axis saved.
+
+    `fqns`: the parameters of the module. Raises `CheckpointError` for a state of another shape
+    than the stacked parameter, whose rows belong to no expert.
+    """
+    lists = dict[str, list[str]]()
+    for name, saved in source.tensors.items():
+        kind, *keys = source.paths[name]
+        before, mark, after = str(keys[-1] if keys else "").rpartition("stacked.")
+        rows = [f"{before}{number}.{after}" for number in range(saved.shape[0] if mark else 0)]
+        if kind == MODEL and rows and fqns.issuperset(rows):
+            lists[keys[-1]] = rows
+    tensors, objects, paths = {}, {}, {}
+    for name, path in source.paths.items():
+        index = next((i for i, key in enumerate(path) if key in lists), 0)
+        saved = source.tensors.get(name)
+        for row, fqn in enumerate(lists[path[index]] if index else [""]):
+            own = (*path[:index], fqn, *path[index + 1 :]) if index else path
+            target = ".".join(map(str, own)) if index else name
+            paths[target] = own
+            if saved is None:
+                objects[target] = source.objects[name]
+            elif not index or saved.shape == ():
+                tensors[target] = saved
+            elif saved.shape == source.tensors[f"{MODEL}.{path[index]}"].shape:
+                tensors[target] = replace(saved, shape=saved.shape[1:], row=row)
+            else:
+                wanted = f"a state of the shape of {path[index]!r}, for experts in a list"
+                hint = "stack them here too: onefold.experts.ExpertParallel(experts, None)"
+                raise CheckpointError(wanted, f"{name!r} of {list(saved.shape)}", hint=hint)
+    return replace(source, tensors=tensors, objects=objects, paths=paths, lists=lists)

@@ -143,7 +143,11 @@ class Targets:
         self._refuse([f"{name}: param groups by number are wanted" for name in unnumbered])
         values = self._read(self._groups, self.model.engine.context.store.device)
         groups = _nested(values, self._groups).get(OPTIM, {})
-        return [{"params": [], **group} for group in groups.get("param_groups", [])]
+        groups = [{"params": [], **group} for group in groups.get("param_groups", [])]
+        lists = self.source.lists
+        for group in groups:
+            group["params"] = [own for name in group["params"] for own in lists.get(name, [name])]
+        return groups
 
     def _compare_groups(self) -> None:
         """Raise `CheckpointError` unless param groups hold the parameters they were saved with."""
