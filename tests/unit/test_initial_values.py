@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Literal, TypeVar
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -110,6 +111,18 @@ class FromConfig(nn.Module):
         for name, parameter in self.layers.named_parameters():
             if name.endswith("linear2.weight"):
                 nn.init.normal_(parameter, std=0.02 / len(self.layers.layers))
+
+
+class OldMemory(nn.Module):
+    """Has a tensor that is real on `meta` and that nothing has written, as far as torch counts."""
+
+    def __init__(self, config: SimpleNamespace) -> None:
+        super().__init__()
+        self.config = config
+        self.old = nn.Parameter(torch.Tensor(config.width))
+        self.old.data.uniform_(1, 2)  # what lies there; `.data` counts no version
+        self.constant = nn.Parameter(torch.from_numpy(np.arange(3.0)))
+        self.new, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
 
 
 def clip() -> nn.Module:
@@ -410,3 +423,27 @@ def test_a_draw_that_takes_no_generator_is_refused_by_its_name():
     made = Deferred(torch.device("cpu"))
     with pytest.raises(onefold.ConfigError, match=r"native_dropout(.|\n)*hint: "), made:
         torch.native_dropout(torch.ones(3), 0.5, train=True)
+
+
+@pytest.mark.parametrize("loaded", ["new.", ("new.", "constant")])
+def test_old_memory_is_not_taken_for_loaded_values(loaded):
+    """Where all of the model is missing, its constructor runs once more: no value is given."""
+    first = OldMemory(SimpleNamespace(width=4))
+    kept = {name: value for name, value in first.state_dict().items() if name.startswith(loaded)}
+    module = on_meta(lambda: OldMemory(SimpleNamespace(width=4)))
+    module.load_state_dict(copy.deepcopy(kept), strict=False, assign=True)
+    with pytest.raises(onefold.ConfigError, match=r"parameter 'old' on the meta(.|\n)*hint: build"):
+        onefold.shard(module)
+    assert any(p.is_meta for p in module.parameters())
+
+
+def test_constants_that_are_real_on_meta_stay_in_a_part_of_a_load():
+    first = OldMemory(SimpleNamespace(width=4))
+    kept = {n: v for n, v in first.state_dict().items() if n.startswith(("old", "new."))}
+    module = on_meta(lambda: OldMemory(SimpleNamespace(width=4)))
+    module.new.load_state_dict(first.new.state_dict(), assign=True)
+    with torch.no_grad():
+        module.old.copy_(first.old)  # as load_state_dict without `assign`: a write that counts
+    got = sharded(module)
+    assert_equal({name: got[name] for name in kept}, kept)
+    assert got["constant"].tolist() == [0, 1, 2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -231,7 +231,9 @@ def _rebuild(module: nn.Module, given: dict[str, Tensor]) -> bool:
     if any(value.is_meta for value in given.values()):
         return False
     probe = _twin(module, is_on_meta=True) if given else {}
-    if any(name not in probe or probe[name].is_meta for name in given):
+    unasked = [n for n in given if n in probe and not probe[n].is_meta]  # real, and loaded or not
+    if len(unasked) < len(given):
+        _refuse_old_memory(module, {name: given[name] for name in unasked}, given)
         return False
     made = _twin(module)
     for prefix, part in module.named_modules() if made else ():
@@ -241,6 +243,26 @@ def _rebuild(module: nn.Module, given: dict[str, Tensor]) -> bool:
     for name, value in given.items() if made else ():
         value.copy_(made[name])
     return bool(made)
+
+
+def _refuse_old_memory(
+    module: nn.Module, unasked: dict[str, Tensor], given: Mapping[str, Tensor]
+) -> None:
+    """Raise `ConfigError` where a part of the weights is loaded, and `unasked` may hold anything.
+
+    They are real although the model was built on `meta`. Their constants are those of a second
+    model; what was written in place has counted a version up.
+    """
+    unwritten = {n for n, t in unasked.items() if t.is_inference() or not t._version}
+    if not unwritten or all(name in given for name, _ in module.named_parameters()):
+        return
+    made = _twin(module)
+    for name in sorted(unwritten):
+        if not torch.equal(given[name], made[name]):
+            wanted = f"parameter {name!r} on the meta device, as others of {type(module).__name__}"
+            got = "one that its constructor made on a real device, which may hold anything"
+            hint = "build the module on a real device, or load all of its weights"
+            raise ConfigError(wanted, got, hint=hint)
 
 
 def _twin(module: nn.Module, *, is_on_meta: bool = False) -> dict[str, Any]:
