@@ -45,11 +45,15 @@ class Notes(TrainObserver):
     """An observer that remembers."""
 
     num_parameters: int = 0
+    notes: list[str] = field(default_factory=list)
     progress: list[Progress] = field(default_factory=list)
     is_trained: bool = False
 
     def started(self, job: Job, corpus: Corpus, num_parameters: int, world_size: int) -> None:
         self.num_parameters = num_parameters
+
+    def noted(self, note: str) -> None:
+        self.notes.append(note)
 
     def stepped(self, progress: Progress) -> None:
         self.progress.append(progress)
@@ -297,6 +301,29 @@ def test_a_hugging_face_config_becomes_a_model_with_logits(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **shape, **tokens}))
     module = build_model(str(tmp_path), 64)
     assert logits_of(module, torch.zeros(2, 5, dtype=torch.long)).shape == (2, 5, 256)
+
+
+def test_training_the_language_model_in_a_model_that_sees_says_so(folder, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    text = {
+        "vocab_size": 256, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    }  # fmt: skip
+    sight = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=sight)
+    config.architectures = ["Qwen3_5ForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+    notes = Notes()
+    sizes = {"steps": 1, "rows": 2, "seq": 8, "sample": 0}
+    job = Job(model=str(tmp_path / "config.json"), data=str(folder), **sizes)
+    train(job, world_of_one(), notes)
+    (note,) = notes.notes
+    with torch.device("meta"):
+        whole = transformers.Qwen3_5ForConditionalGeneration(config)
+    total = sum(p.numel() for p in whole.parameters())
+    assert note.startswith(f"{total - notes.num_parameters:,} of the {total:,} parameters of")
 
 
 # memory

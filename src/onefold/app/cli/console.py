@@ -59,6 +59,9 @@ class Lines(TrainObserver):
         self._steps = job.steps
         self._print(heading(job, corpus, num_parameters, world_size))
 
+    def noted(self, note: str) -> None:
+        self._print("\n".join(wrapped(f"note: {note}")))
+
     def resumed(self, resumed: Resumed) -> None:
         self._print(_resumed_line(resumed))
         self._shown = resumed.step * NUM_LINES // self._steps
@@ -93,6 +96,9 @@ class LiveDisplay(TrainObserver):
         self._bar.console.print(heading(job, corpus, num_parameters, world_size), markup=False)
         self._bar.reset(self._task, total=job.steps, description="loss  -")
         self._bar.start()
+
+    def noted(self, note: str) -> None:
+        self._bar.console.print("\n".join(wrapped(f"note: {note}")), markup=False)
 
     def resumed(self, resumed: Resumed) -> None:
         self._bar.console.print(_resumed_line(resumed), markup=False)

@@ -31,7 +31,13 @@ from onefold.config import Offload, check_offload, offload_of, precision_of, sta
 from onefold.engine.registry import engine_of
 from onefold.errors import ConfigError
 from onefold.fit.shares import AUTO, weights_of
-from onefold.planner.models.loader import check_compiler, compile_blocks, default_lr, recompute
+from onefold.planner.models.loader import (
+    check_compiler,
+    compile_blocks,
+    default_lr,
+    parts_left_out,
+    recompute,
+)
 from onefold.recording.page import prepare
 from onefold.recording.recorder import stage0_nbytes
 from onefold.wire.world import World
@@ -100,6 +106,8 @@ def train(job: Job, world: World, observer: TrainObserver) -> TrainResult:
     trainer = Trainer(job, world, corpus)
     module = trainer.module
     observer.started(job, corpus, trainer.num_parameters, world.world_size)
+    for note in trainer.left_out:
+        observer.noted(note)
     resumed = trainer.checkpoints.resume()
     if resumed is not None:
         observer.resumed(resumed)
@@ -155,6 +163,7 @@ class Trainer:
         self.axes = RunAxes(job, world)
         torch.manual_seed(job.seed)
         whole = build_trained(job.model, job.seq, is_cut=job.tp * job.pp > 1)
+        self.left_out = parts_left_out(job.model, whole) if world.rank == 0 else ()
         if job.recompute:
             recompute(whole, job.model)
         if not any(parameter.is_meta for parameter in whole.parameters()):

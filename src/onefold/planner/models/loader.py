@@ -220,9 +220,9 @@ def _check_numbers(model: str, seq: int) -> None:
 
 def left_out(model: str, module: nn.Module) -> tuple[str, ...]:
     """Say what a plan of `module`, built from the configuration `model`, does not count."""
-    if not _is_config(model) or model in published():
-        return ()
     path = _config_path(model)
+    if model in published() or not path.is_file():
+        return ()
     config, dtype = check_config(path), str(next(module.parameters()).dtype)
     parts = [config, *(part for part in config.values() if isinstance(part, dict))]
     counted = f"weights are counted in {dtype.removeprefix('torch.')}"
@@ -232,24 +232,31 @@ def left_out(model: str, module: nn.Module) -> tuple[str, ...]:
         notes.append(f"{counted}: quantization_config ({method}) is not planned")
     elif not any(part.get("dtype") or part.get("torch_dtype") for part in parts):
         notes.append(f"{counted}, as {path.name} names no dtype; its files may have another one")
+    return (*notes, *parts_left_out(model, module))
+
+
+def parts_left_out(model: str, module: nn.Module) -> tuple[str, ...]:
+    """Say which parts of the model of the configuration `model` are not in `module`."""
+    path = _config_path(model)
+    if model in published() or not path.is_file():  # a byte model, perhaps in a folder
+        return ()
     import transformers
 
-    kind: Any = getattr(transformers, str((config.get("architectures") or [""])[0]), type(module))
-    if kind is not type(module):
-        try:
-            whole_config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-            with torch.device("meta"):
-                whole = kind(whole_config)
-        except Exception as error:  # whatever a model's own code raises
-            unknown = f"{kind.__name__} may have parts that are left out: it cannot be built"
-            return (*notes, f"{unknown} ({type(error).__name__}: {str(error)[:80]})")
-        mine, all_of_it = (sum(p.numel() for p in m.parameters()) for m in (module, whole))
-        if mine < all_of_it:
-            notes.append(
-                f"{all_of_it - mine:,} of the {all_of_it:,} parameters of {kind.__name__} are left "
-                f"out: this is the {type(module).__name__} in it"
-            )
-    return tuple(notes)
+    named = str((check_config(path).get("architectures") or [""])[0])
+    kind: Any = getattr(transformers, named, type(module))
+    if kind is type(module):
+        return ()
+    try:
+        whole_config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+        with torch.device("meta"):
+            whole = kind(whole_config)
+    except Exception as error:  # whatever a model's own code raises
+        unknown = f"{kind.__name__} may have parts that are left out: it cannot be built"
+        return (f"{unknown} ({type(error).__name__}: {str(error)[:80]})",)
+    mine, all_of_it = (sum(p.numel() for p in m.parameters()) for m in (module, whole))
+    missing = f"{all_of_it - mine:,} of the {all_of_it:,} parameters of {kind.__name__} are left "
+    missing += f"out: this is the {type(module).__name__} in it"
+    return (missing,) if mine < all_of_it else ()
 
 
 def _from_config(model: str, seq: int) -> nn.Module:
