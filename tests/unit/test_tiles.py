@@ -291,3 +291,23 @@ def test_a_disk_that_fails_under_a_tile_is_an_error_on_every_rank(tmp_path, monk
     told = run_ranks(2, body)
     assert told[0] == told[1]
     assert "rank 1" in told[0]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_backward_inside_unsharded_is_refused_by_the_name_of_the_tiled_weight(world_size):
+    """Inside the block it would have a whole gradient; the run goes on after the block."""
+
+    def body(rank: int) -> None:
+        module = seeded(Wide)
+        onefold.shard(module, offload=Offload(tile=TILE))
+        tokens = torch.arange(6)[None] + rank
+        with (
+            pytest.raises(StateError, match=r"one inside, of '(embed|head)\.weight'.*Offload\.tile"),
+            onefold.unsharded(module),
+        ):
+            module(tokens).sum().backward()
+        module.zero_grad()
+        module(tokens).sum().backward()
+        assert all(p.grad is not None for p in module.parameters())
+
+    run_ranks(world_size, body)
