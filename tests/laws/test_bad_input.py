@@ -223,6 +223,39 @@ def test_an_optimizer_that_has_stepped_goes_on_as_if_never_stopped(world_size, o
 
 
 @sharded_stages
+def test_states_that_a_constructor_made_on_meta_are_refused(stage):
+    """torch's Adagrad fills its sums while it is built: on `meta` the number is lost."""
+
+    def build():
+        torch.manual_seed(3)
+        return Tower()
+
+    def adagrad(module):
+        return torch.optim.Adagrad(module.parameters(), lr=0.1, initial_accumulator_value=0.2)
+
+    def body(rank: int) -> None:
+        with torch.device("meta"):
+            module = build()
+        early = adagrad(module)
+        with refused(onefold.ConfigError, "'sum'", "'first.weight'", "Adagrad", "after onefold"):
+            onefold.shard(module, early, stage=stage)
+        torch.manual_seed(3)
+        onefold.shard(module, stage=stage)
+        plain = build()
+        for one in (module, plain):
+            optimizer = adagrad(one)
+            for batch in rows(2):
+                squared(one)(batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        with onefold.unsharded(module):
+            for got, wanted in zip(module.parameters(), plain.parameters(), strict=True):
+                assert torch.equal(got, wanted)
+
+    on_every_rank(1, body)
+
+
+@sharded_stages
 def test_an_optimizer_whose_state_cannot_be_cut_is_refused(stage):
     def body(rank: int) -> None:
         module = seeded(Tower)

@@ -15,7 +15,7 @@ from onefold.engine.flat_groups import cannot_cut
 from onefold.engine.identity import rename
 from onefold.engine.optimizer import OptimizerBinding
 from onefold.engine.step_checks import check_step, wrapped_by
-from onefold.errors import StateError
+from onefold.errors import ConfigError, StateError
 
 
 def binding_of(optimizer: Optimizer) -> OptimizerBinding | None:
@@ -38,16 +38,21 @@ def bind(optimizer: Optimizer, engine: Engine) -> OptimizerBinding:
 
 
 def check_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> None:
-    """Raise `ConfigError` if an optimizer that has stepped holds state that cannot be cut.
+    """Raise `ConfigError` if an optimizer holds state that cannot be cut, or has no values.
 
     This probes the class first, where ranks agree on errors: it may raise on one of them alone.
     """
-    if behaviour_of(optimizer).kind != "elementwise":
-        return
+    is_elementwise = behaviour_of(optimizer).kind == "elementwise"
     for parameter, fqn in names.items():
         for name, value in optimizer.state.get(parameter, {}).items():
-            is_tensor = isinstance(value, Tensor)
-            if is_tensor and value.numel() != 1 and value.shape != parameter.shape:
+            if not isinstance(value, Tensor):
+                continue
+            if value.is_meta:
+                wanted = f"state {name!r} of {fqn!r} to have values"
+                got = f"one that the constructor of {type(optimizer).__name__} made on meta"
+                hint = "build the optimizer after onefold.shard(module): it joins by itself"
+                raise ConfigError(wanted, got, hint=hint)
+            if is_elementwise and value.numel() != 1 and value.shape != parameter.shape:
                 raise cannot_cut(fqn, name, parameter.shape, value.shape)
 
 
