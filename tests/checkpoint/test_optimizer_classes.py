@@ -321,6 +321,29 @@ def test_all_that_a_class_keeps_comes_back(make, world, stage, tmp_path):
             assert all(map(torch.equal, got, wanted))
 
 
+@pytest.mark.parametrize(("world", "stage"), [(1, 0), (3, 3)])
+def test_a_parameter_of_integers_among_those_that_are_stepped_whole_comes_back(
+    world, stage, tmp_path
+):
+    def started(seed):
+        module = seeded(lambda: nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), seed=seed)
+        module.table = nn.Parameter(torch.arange(3) + seed, requires_grad=False)
+        optimizer = Projecting(module.parameters())
+        return onefold.shard(module, optimizer, stage=stage), optimizer
+
+    def body(rank):
+        module, optimizer = started(0)
+        steps(module, optimizer, 0)
+        onefold.save(tmp_path / "saved", module, optimizer)
+        fresh, other = started(1)
+        onefold.load(tmp_path / "saved", fresh, other)
+        for each in ((module, optimizer), (fresh, other)):
+            steps(*each, 1)
+        assert all(map(torch.equal, weights_of(module), weights_of(fresh)))
+
+    run_ranks(world, body)
+
+
 @pytest.mark.parametrize("make", CLASSES)
 def test_all_that_a_class_keeps_comes_back_at_another_world_size(make, tmp_path):
     choices = {"stage": 1, "dtype": torch.float64}

@@ -102,7 +102,9 @@ class MatrixStep:
     def stand_in(self, parameter: UnitParameter) -> nn.Parameter:
         """Return what the step sees of a parameter; no elements where it is not stepped here."""
         if parameter not in self._unsharded:
-            self._unsharded[parameter] = nn.Parameter(parameter.stepped.new_empty(0))
+            empty = parameter.stepped.new_empty(0)
+            trains = empty.is_floating_point() or empty.is_complex()
+            self._unsharded[parameter] = nn.Parameter(empty, requires_grad=trains)
         stand_in = self._unsharded[parameter]
         vars(stand_in).update(parameter.attributes)
         return stand_in
