@@ -254,7 +254,7 @@ def unstack(source: Source, fqns: Set[str]) -> Source:
         kind, *keys = source.paths[name]
         before, mark, after = str(keys[-1] if keys else "").rpartition("stacked.")
         rows = [f"{before}{number}.{after}" for number in range(saved.shape[0] if mark else 0)]
-        if kind == MODEL and rows and fqns.issuperset(rows):
+        if kind == MODEL and rows and fqns >= {*rows}:
             lists[keys[-1]] = rows
     tensors, objects, paths = {}, {}, {}
     for name, path in source.paths.items():
