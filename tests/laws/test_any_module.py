@@ -1390,6 +1390,34 @@ def test_edits_after_a_failed_backward_are_those_of_the_parameters_before_it(wor
     law_1(world_size, script)
 
 
+class Listed(nn.Module):
+    """Its parameters are those of a list, which is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gains = nn.ParameterList(nn.Parameter(torch.ones(WIDTH) + i) for i in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x * self.gains[0]) * self.gains[1]
+
+
+@every_world
+def test_a_part_that_no_hook_sees_trains_after_a_failed_backward(world_size):
+    def script(process: Process) -> None:
+        module, optimizer = process.ready(lambda: nn.Sequential(Listed(), nn.Linear(WIDTH, WIDTH)))
+        for index, batch in enumerate(rows(2)):
+            x = batch.clone().requires_grad_()
+            x.register_hook(_raise)
+            with pytest.raises(Oops):
+                process.mean(squared(module), x).backward()
+            module.zero_grad()
+            process.step(f"{index} part", module, optimizer, squared(module[0]), batch)
+            process.step(f"{index} root", module, optimizer, squared(module), batch)
+        process.note_weights(module)
+
+    law_1(world_size, script)
+
+
 @every_world
 def test_an_exception_in_a_submodule_called_directly_leaves_it_usable(world_size):
     class Fragile(Residual):

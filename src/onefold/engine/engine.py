@@ -68,6 +68,7 @@ class Engine:
         self._index: dict[object, int] = {unit: index for index, unit in enumerate(units)}
         self.companions = Companions()  # averages and islands
         self._is_torn = self._is_checked = False  # torn: a backward failed after it stepped units
+        self._has_failed = False  # a backward, and nothing has ended it yet
 
     # drivers
 
@@ -213,6 +214,8 @@ class Engine:
 
     def begin_backward(self) -> None:
         """The first node of this module's graph is about to run; queue `end_backward`."""
+        if self._has_failed:  # a part without hooks was called since: a unit that stays
+            self.end_failed()
         if self.schedule.is_backward:
             return
         self.facts.begin_backward(is_first=not any(u.shows_gradients() for u in self.units))
@@ -251,7 +254,7 @@ class Engine:
     def on_grad(self, parameter: UnitParameter, unit: Unit) -> None:
         """Autograd has accumulated into an unsharded weight's gradient."""
         schedule, hands = self.schedule, self.hands
-        if not schedule.is_backward:
+        if not schedule.is_backward or self._has_failed:
             self.begin_backward()
         flying = schedule.reductions.may_land
         try:
@@ -281,6 +284,7 @@ class Engine:
 
     def leave_failed_backward(self) -> None:
         """An exception ended backward: show parameters without its gradients until the abort."""
+        self._has_failed = self.schedule.is_backward
         if self.schedule.is_backward and not self.is_unsharded:
             for unit in self.units:
                 unit.gradient.discard()
@@ -288,6 +292,7 @@ class Engine:
 
     def abort_backward(self) -> None:
         """An exception ended backward: drop its gradients, reshard every unit."""
+        self._has_failed = False
         self._is_torn = self._is_torn or bool(self.schedule.early_steps)
         self.hands.take_stepped()
         self.hands.hooks.forget()
@@ -403,7 +408,7 @@ class Engine:
         if self.schedule.is_backward:
             self.abort_backward()
         self.hands.take_stepped()
-        self._is_torn = False
+        self._is_torn = self._has_failed = False
 
     # an engine belongs to one module in one process
 
