@@ -38,7 +38,6 @@ if TYPE_CHECKING:  # `as`: type checkers take these names for public ones
     from onefold.errors import WireError as WireError
     from onefold.inference.stream import generating as generating
     from onefold.layered.accumulate import accumulate_layers as accumulate_layers
-    from onefold.layered.accumulate import measure_noise as measure_noise
     from onefold.mixed.sampler import weigh as weigh
     from onefold.outer.islands import islands as islands
     from onefold.planner.planning import plan as plan
@@ -63,7 +62,7 @@ _HOMES = {
     "onefold.engine.precision": "GradScaler",
     "onefold.errors": "CheckpointError ConfigError OnefoldError StateError TierError WireError",
     "onefold.inference.stream": "generating",
-    "onefold.layered.accumulate": "accumulate_layers measure_noise",
+    "onefold.layered.accumulate": "accumulate_layers",
     "onefold.mixed.sampler": "weigh",
     "onefold.outer.islands": "islands",
     "onefold.planner.planning": "plan",

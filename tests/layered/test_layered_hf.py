@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from tests.inference.test_generating import deep_llama
 from tests.inference.test_prefill import gpt2
 from tests.layered.test_layered import assert_same, assert_same_runs, loop, train
 from tests.support.hf_ranks import run_forks
-from tests.support.trainers import trainer_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -141,24 +139,3 @@ def all_trained(rank: int, name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_transformers_run_in_layers_as_they_come(name):
     run_forks(2, all_trained, name)
-
-
-def logged(rank: int, folder: Path) -> list[dict[str, float]]:
-    from onefold.hf import Callback
-
-    changes = {"gradient_accumulation_steps": 2, "max_steps": 3}
-    trainer = trainer_of(folder, Callback(stage=3), **changes)
-    noise = onefold.measure_noise(trainer.model)
-    trainer.train()
-    assert (noise.steps, noise.num_microbatches) == (3, 2)
-    return [each for each in trainer.state.log_history if "loss" in each]
-
-
-def test_trainer_logs_the_noise_scale_and_the_accumulation_that_it_suggests(tmp_path):
-    pytest.importorskip("accelerate")
-    for history in run_forks(2, logged, tmp_path):
-        assert len(history) == 3
-        found = [each for each in history if "gradient_noise_scale" in each]
-        assert found, "random labels: noise, and a gradient above it"
-        for each in found:
-            assert each["suggested_accumulation"] == max(1, round(2 * each["gradient_noise_scale"]))

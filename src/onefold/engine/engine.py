@@ -221,8 +221,6 @@ class Engine:
         self.facts.begin_backward(is_first=not any(u.shows_gradients() for u in self.units))
         for unit in self.units:
             unit.gradient.begin()
-        if self.hands.noise is not None:
-            self.hands.noise.begin()
         actions = self.schedule.begin_backward(self._trained())
         self.marks.begin("backward", lane=Phase.BACKWARD)
         self.hands.do(actions)
@@ -342,8 +340,6 @@ class Engine:
         for unit in self.units:
             unit.gradient.drop_cleared()
         self.complete()
-        if self.hands.noise is not None:
-            self.hands.noise.end_step()
         for index, unit in enumerate(self.units):
             unit.check_untouched()
             if index not in stepped:

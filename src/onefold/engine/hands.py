@@ -16,13 +16,11 @@ from torch.utils._python_dispatch import (
 from onefold.engine.driving import Action, Verb
 from onefold.engine.forward_threads import current_forward
 from onefold.engine.gradient_hooks import GradientHooks
-from onefold.engine.noise import NoiseScale
 from onefold.engine.policy import UnitFacts
 from onefold.engine.schedule import Schedule
 from onefold.unit import refusals
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.unit import Unit
-from onefold.wire.collectives import Group
 from onefold.wire.ticket import Ticket
 
 
@@ -56,7 +54,6 @@ class Hands:
         self._early: WeakSet[Stepper] = WeakSet()  # the last backward has stepped for these
         self._owing: WeakSet[Stepper] = WeakSet()  # so it has, and only others' `step` came since
         self._tickets: dict[int, Ticket] = {}  # of reductions, by unit
-        self.noise: NoiseScale | None = None  # onefold.measure_noise
         self.hooks = GradientHooks()
 
     def do(self, actions: Sequence[Action]) -> None:
@@ -131,20 +128,11 @@ class Hands:
             unit = self.units[0]
             raise refusals.STEPPED_FOR_BOTH(unit.name, where=unit.context.where)
 
-    def measure_noise(self, group: Group, num_shards: int) -> NoiseScale:
-        """Follow the noise of gradients from now on; `num_shards`: see `NoiseScale`."""
-        if self.noise is None:
-            self.noise = NoiseScale(self.units, group, num_shards)
-        return self.noise
-
     def _fill(self, index: int) -> None:
         self.units[index].gather.begin_early(is_unsharded=self.schedule.driven.is_suspended)
 
     def _reduce(self, index: int) -> None:
-        unit = self.units[index]
-        if self.noise is not None:
-            self.noise.note_partial(unit)
-        self._tickets[index] = unit.gradient.start_reduce()
+        self._tickets[index] = self.units[index].gradient.start_reduce()
 
     def _land(self, index: int) -> None:
         ticket = self._tickets.get(index)
@@ -153,11 +141,7 @@ class Hands:
             del self._tickets[index]
 
     def _finish(self, index: int) -> None:
-        unit = self.units[index]
-        unit.gradient.end_following()
-        if self.noise is not None:
-            unit.gradient.show_late()
-            self.noise.note_mean(unit)
+        self.units[index].gradient.end_following()
 
     def _rest(self) -> None:
         """Nothing is under way: the host may wait once for the device."""

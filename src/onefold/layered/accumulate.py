@@ -8,7 +8,7 @@ At stage 3, with m micro-batches, one gather of all weights of g bytes and one r
     layers          2 g + r          tensors between blocks of all micro-batches
 
 "keep" keeps a window of units, as a pipeline does. Other units are sent as in the plain order. The
-order is chosen from free memory; the report has its costs, and the gradient noise scale.
+order is chosen from free memory; the report has its costs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from onefold.engine.engine import Engine
 from onefold.engine.first_batch import compare_now
-from onefold.engine.noise import NoiseScale
 from onefold.engine.pipelined import calling_stage
 from onefold.engine.registry import engine_of
 from onefold.engine.watch import in_backward
@@ -95,8 +94,6 @@ def accumulate_layers(
         total = known.run(engine, order, forwards, streams)
     finally:
         streams.end()
-    if engine.hands.noise is not None and known.order == "layers":
-        engine.hands.noise.note_more(len(batches) - 1)
     return total
 
 
@@ -326,52 +323,5 @@ def with_kept(engine: Engine, peaks: dict[str, int]) -> dict[str, int]:
 
 
 def describe_accumulation(engine: Engine) -> list[str]:
-    """Return lines for the report of a module: orders, their costs, and the noise scale."""
-    lines, noise = engine.facts.about(Accumulation).describe(engine), engine.hands.noise
-    return lines if noise is None else [*lines, noise.describe()]
-
-
-def measure_noise(module: nn.Module) -> NoiseScale:
-    """Estimate the gradient noise scale of each step from now on.
-
-    The report says how much of the progress of an endless batch a step makes, and suggests a number
-    of micro-batches. Any loop is measured: `onefold.accumulate`, `onefold.accumulate_layers`, or
-    Trainer, whose logs get `gradient_noise_scale`. Each gradient is read once more before its
-    reduction and once after it. A step sends five numbers more.
-
-    Call it on every rank. Micro-batches have equal weights, as in a loss divided by their number.
-    A step is left out where gradients of an earlier one were not cleared, where they are not
-    finite, or where pipelines or different numbers of reductions make ranks differ. Units on a mesh
-    of their own (experts) and units in row blocks are left out.
-
-    Args:
-        module: one that `shard` has sharded.
-
-    Returns:
-        The estimate, which follows the steps. `batches` is the noise scale as a multiple of the
-        last step's rows, `suggested_microbatches` the number of micro-batches that it suggests;
-        both None at first.
-
-    Raises:
-        ConfigError: a module that evaluates only, or one small batch a step: one rank that sums
-            micro-batches before they are seen.
-
-    Example:
-        >>> noise = onefold.measure_noise(model)
-        >>> for step in range(100):
-        ...     train(model)
-        >>> print(noise.describe(), noise.suggested_microbatches)
-
-    Source: McCandlish et al., arXiv 1812.06162, appendix A.1.
-    """
-    engine = engine_of(module)
-    where = f"rank {engine.group.rank}"
-    if engine.is_inference:
-        hint = "onefold.shard a module that trains"
-        got = "one of onefold.stream"
-        raise ConfigError("a module that trains", got, where=where, hint=hint)
-    if engine.group.world_size == 1 and engine.policy.defers_reduction:
-        hint = "stage=2 shows each micro-batch alone, and more ranks show theirs"
-        got = f"one rank at stage {engine.recipe.stage.number}"
-        raise ConfigError("two gradients a step, to compare", got, where=where, hint=hint)
-    return engine.hands.measure_noise(engine.group, engine.context.rest_world)
+    """Return lines for the report of a module: orders, and their costs."""
+    return engine.facts.about(Accumulation).describe(engine)

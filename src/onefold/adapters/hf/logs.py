@@ -21,7 +21,7 @@ PREFIX = "onefold_"
 
 
 class Numbers(TrainerCallback):
-    """Adds memory, bytes sent, waits and tokens a second, and the gradient noise scale."""
+    """Adds memory, bytes sent, waits and tokens a second."""
 
     @staticmethod
     def lead(handler: CallbackHandler | None) -> None:
@@ -42,10 +42,6 @@ class Numbers(TrainerCallback):
         numbers: dict[str, Any] = {
             PREFIX + name: number for name, number in report(model).scalars().items()
         }
-        noise = engine_of(model).hands.noise
-        if noise is not None and noise.batches is not None:
-            numbers["gradient_noise_scale"] = noise.batches
-            numbers["suggested_accumulation"] = noise.suggested_microbatches
         logs.update(numbers)
         state.log_history[-1].update(numbers)
 
