@@ -25,7 +25,7 @@ from onefold.tier.host import no_garbage
 
 if TYPE_CHECKING:
     from onefold.inference.pass_plan import InferenceAsk, InferencePlan
-    from onefold.planner.planning import Cluster
+    from onefold.planner.clusters import Cluster
 
 BUDGET_SHARE = 0.75
 """The share of a rank's memory that is for weights, where no budget is given: as in `stream`."""
@@ -35,8 +35,8 @@ LINKS = {"disk": "disk", "host": "CPU memory", "ranks": "other ranks"}
 OWN = ("budget", "rest", "context")
 """Flags of `--inference` alone."""
 
-TRAINING = ("accumulate", "precision", "stage", "wire", "recompute", "calibrate", "wide", "seq",
-            "nodes", "tp", "pp", "virtual", "cp", "ep")  # fmt: skip
+TRAINING = ("accumulate", "precision", "stage", "wire", "recompute", "wide", "seq", "nodes", "tp",
+            "pp", "virtual", "cp", "ep")  # fmt: skip
 """Flags that mean nothing to inference."""
 
 
