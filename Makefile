@@ -100,7 +100,6 @@ bench: $(VENV)/peers.done
 	$(BIN)/python benchmarks/peers.py
 	$(BIN)/python benchmarks/compiled.py
 	$(BIN)/python benchmarks/readme.py
-	$(BIN)/python benchmarks/step_time.py
 	$(BIN)/python benchmarks/published.py
 
 clean:

@@ -8,7 +8,7 @@ from math import sqrt
 from statistics import mean
 from typing import Any
 
-from onefold.planner.costs import Conditions, LinkGroup, gather_cost, reduce_cost
+from onefold.planner.costs import Conditions, LinkGroup, gather_cost
 from onefold.planner.machines import FITS, MACHINES, Efficiency, Link, machine_of
 from onefold.planner.simulate import (
     HOUR,
@@ -170,8 +170,8 @@ def links() -> list[str]:
     lines = []
     for name, ranks, measured in MEASURED_LINKS:
         for nbytes, found in measured:
-            over = LinkGroup(ranks, 8), machine_of(name)
-            cost = reduce_cost(nbytes, *over).then(gather_cost(nbytes, *over))
+            half = gather_cost(nbytes, LinkGroup(ranks, 8), machine_of(name))
+            cost = half.then(half)
             told = cost.nbytes / cost.seconds / 1e9
             lines.append((name, str(ranks), f"{nbytes // MIB}", f"{found}", f"{told:.1f}"))
     return table(("machine", "ranks", "MiB", "measured GB/s", "simulated GB/s"), lines)

@@ -479,6 +479,15 @@ def test_a_plan_of_inference_has_80_columns(flags, capsys):
     assert "fits          yes" in shown
 
 
+def test_a_plan_of_inference_on_cpu_ranks_has_bytes_and_no_times(capsys):
+    assert main(["plan", "--inference", "--model", "tiny", "--ranks", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert ["batch", "memory"] in [line.split() for line in shown.splitlines()]
+    assert "the largest power of two that fits" in shown
+    for word in ("tokens/s", "measured", "?", "gain less"):
+        assert word not in shown
+
+
 def test_a_pass_of_an_encoder_decoder_reads_its_decoder(tmp_path, capsys):
     pytest.importorskip("transformers")
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 3, "num_heads": 2}
@@ -519,7 +528,6 @@ def test_a_plan_without_a_trace_says_what_it_estimates():
     (("--budget", "1GiB"), "--budget with --inference"),
     (("--inference", "--rest", "int3"), "--rest to be int8 or int4"),
     (("--inference", "--offload", "tape"), "--offload to be auto, none, cpu or disk"),
-    (("--inference", "--offload", "disk:/no/folder"), "with a folder"),
     (("--inference", "--ranks", "1", "--budget", "4KiB", "--offload", "disk"), "a budget of at"),
 ])  # fmt: skip
 def test_a_plan_that_cannot_work_is_an_error_that_names_the_flag(flags, message, capsys):

@@ -30,6 +30,16 @@ def test_a_plan_is_a_table_a_verdict_a_command_and_a_line():
     assert "more devices:" not in done.stdout, "the answer stays on a small screen"
 
 
+def test_a_plan_for_cpu_ranks_has_bytes_and_no_times():
+    done = onefold("plan", "--model", "tiny", "--seq", "64", "--ranks", "2", "--wide")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[2].split() == ["stage", "offload", "memory", "fits", "why"]
+    assert "in KiB, sent by one rank in a step:" in lines
+    for word in ("step times", "seconds", "tokens/s", "fastest", "bound"):
+        assert word not in done.stdout
+
+
 def test_a_wide_plan_ends_with_the_speed_on_more_devices():
     done = onefold("plan", *GIVEN, "--mem", "2GiB", "--cluster", "h100-80", "--wide")
     assert "the same rows a rank on more devices:" in done.stdout
@@ -90,7 +100,8 @@ def test_where_nothing_fits_it_says_what_the_nearest_needs_and_ends_with_2():
         (("--host-mem", "-1GiB"), "--host-mem"),
         (("--gpus", "0"), "--gpus"),
         (("--gpus", "8"), "--mem with --gpus"),
-        (("--gpus", "8", "--ranks", "2"), "--gpus or --ranks"),
+        (("--gpus", "8", "--ranks", "2"), "--ranks without GPUs, got it with --gpus"),
+        (("--gpu", "h100-80", "--ranks", "2"), "--ranks without GPUs, got it with --cluster"),
         (("--nodes", "-1"), "--nodes"),
         (("--batch", "0"), "--batch"),
         (("--cluster", "abacus"), "abacus"),

@@ -93,7 +93,7 @@ def test_streams_and_devices_are_named_in_one_file():
     assert naming == {"tier/accelerator.py"}
 
 
-RANK_FILES = {"devices", "interfaces", "launcher", "local_ranks", "ranks", "world"}
+RANK_FILES = {"devices", "interfaces", "launcher", "ranks", "world"}
 """Files of wire/ that find or start the ranks: they read the environment."""
 
 

@@ -25,11 +25,12 @@ from onefold.fit.bounds import ACTIVATIONS_SHARE
 from onefold.layout.flat import unit_bytes
 from onefold.layout.module_tree import ModuleTree
 from onefold.layout.units import plan_units
+from onefold.planner.clusters import Cluster
 from onefold.planner.machines import machine_of
 from onefold.planner.memory import Forecast, estimated, forecast
 from onefold.planner.models.gpt import GPT, GPTConfig
 from onefold.planner.models.loader import build_model
-from onefold.planner.planning import Cluster, plan
+from onefold.planner.planning import plan
 from onefold.planner.search import Search, nearest
 from onefold.planner.storages import Storages, Untraceable
 from onefold.planner.trace import Trace, default_loss, tokens_of, trace, without_values
@@ -598,6 +599,7 @@ def test_told_sizes_are_within_a_percent(nbytes):
         ({"stage": 1, "offload": "cpu"}, "stage that has it"),
         ({"precision": "fp13"}, "precision"),
         ({"cluster": Cluster(machine="abacus")}, "abacus"),
+        ({"cluster": {"machine": "h100-80", "device_type": "cpu"}}, "'cuda' with a machine"),
     ],
 )
 def test_a_plan_refuses_what_cannot_be(options, match):

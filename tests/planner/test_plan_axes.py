@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from onefold.config import stage_of
 from onefold.errors import ConfigError
+from onefold.planner.clusters import Cluster
 from onefold.planner.composed import ComposedJob, kept_nbytes, rank_trace
 from onefold.planner.composition import Composition, forecast_steps, pipeline_step, sent_on
 from onefold.planner.costs import Conditions
@@ -22,7 +23,7 @@ from onefold.planner.machines import machine_of
 from onefold.planner.memory import forecast
 from onefold.planner.models.gpt import GPT, GPTConfig
 from onefold.planner.planned_axes import Anatomy, ModelAxes
-from onefold.planner.planning import Cluster, plan
+from onefold.planner.planning import plan
 from onefold.planner.result import Plan
 from onefold.planner.simulate import simulate
 from onefold.planner.trace import Trace, tokens_of, trace

@@ -16,12 +16,12 @@ from onefold import api
 from onefold.compose.resolve import Choices
 from onefold.config import stage_of
 from onefold.errors import ConfigError
-from onefold.planner.clusters import parsed
+from onefold.planner.clusters import Cluster, parsed
 from onefold.planner.machines import Efficiency, Link, Machine, machine_of
 from onefold.planner.memory import forecast
 from onefold.planner.models.gpt import GPT, GPTConfig
 from onefold.planner.planned_axes import ModelAxes
-from onefold.planner.planning import Cluster, plan
+from onefold.planner.planning import plan
 from onefold.planner.result import Plan
 from onefold.planner.show import runs_of
 from onefold.planner.trace import default_loss, tokens_of, trace
@@ -269,8 +269,6 @@ def test_choices_that_no_mixed_cluster_has_are_named():
         planned(GPUS, axes=ModelAxes(tp=2))
     with pytest.raises(ConfigError, match="wire 'hybrid'"):
         planned(GPUS, wire="hybrid")
-    with pytest.raises(ConfigError, match="a calibration"):
-        planned(GPUS, calibrate=True)
     with pytest.raises(ConfigError, match="devices of types cpu and cuda"):
         planned([Cluster(ranks=2, memory="1GiB"), Cluster(device_type="cpu", memory="1GiB")])
     with pytest.raises(ConfigError, match="at least one kind"):

@@ -23,9 +23,10 @@ from onefold.errors import ConfigError
 from onefold.fit.bounds import ACTIVATIONS_SHARE
 from onefold.layout.module_tree import ModuleTree
 from onefold.layout.units import plan_units
+from onefold.planner.clusters import Cluster
 from onefold.planner.machines import machine_of
 from onefold.planner.memory import Forecast, estimated, forecast
-from onefold.planner.planning import Cluster, plan
+from onefold.planner.planning import plan
 from onefold.planner.search import Search, candidates
 from onefold.planner.show import wire_lines
 from onefold.planner.trace import Trace, trace, without_values

@@ -252,6 +252,14 @@ def test_recompute_adds_a_forward_to_every_backward_and_sends_nothing():
     assert sent_for(again, "gather") == sent_for(plain, "gather")
 
 
+def test_later_micro_batches_add_whole_gradients_to_those_that_rest():
+    once, twice = (timed(work_of(), way(1, 1, accumulate=n), MACHINE) for n in (1, 2))
+    assert once.memory == 0
+    assert twice.memory == pytest.approx(UNITS * NUMEL * 6 / 1e12)  # two reads and a write
+    for stage in (2, 3):
+        assert timed(work_of(), way(stage, 1, accumulate=2), MACHINE).memory == 0
+
+
 def test_contention_slows_compute_only_beside_collectives():
     slow = replace(MACHINE, efficiency=replace(PERFECT, contention=0.5))
     assert timed(work_of(), way(3, 1), slow).contention == 0

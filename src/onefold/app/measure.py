@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import inf
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -19,9 +18,8 @@ import torch
 
 from onefold.engine.blocks import BLOCK_NUMEL
 from onefold.layout.ledger import Ledger
-from onefold.planner.machines import Efficiency, Link, Machine
 from onefold.tier import accelerator
-from onefold.tier.disk import BlockFile, SwapFile
+from onefold.tier.disk import BlockFile
 from onefold.tier.host import MIB, versions
 from onefold.tier.slots import host_room
 from onefold.tier.workers import NUM_FETCHERS
@@ -34,14 +32,6 @@ REQUEST_NBYTES = 4 * BLOCK_NUMEL
 
 READ_NBYTES, READ_S = 512 * MIB, 0.5
 """`disk_rate` reads so many bytes, or for so long."""
-
-DISK_NBYTES = 96 * MIB
-"""Bytes of the file that `this_machine` writes and reads."""
-
-SIDE = 2048
-"""Rows and columns of a measured matrix: larger than the CPU's caches."""
-
-KERNEL_SECONDS = 5e-6
 
 Measured = dict[str, Any]
 """A result, in the form of the JSON of `onefold bench`: `in_rounds` says which keys all have."""
@@ -169,38 +159,3 @@ def disk_rate(files: Sequence[BlockFile]) -> float:
         views, begun = request_views(threads), time.perf_counter()
         nbytes = move_all(pool, requests, views, lambda _: True, begun + READ_S)
         return nbytes / max(1e-9, time.perf_counter() - begun)
-
-
-def _disk_rate(folder: Path) -> float:
-    """Write a file that is gone at once, and read it."""
-    file, (block,) = SwapFile(folder, 0), request_views(1)
-    try:
-        for offset in range(0, DISK_NBYTES, REQUEST_NBYTES):
-            file.write(offset, block)
-        return disk_rate([file])
-    finally:
-        file.close()
-
-
-# a machine for a plan
-
-
-def this_machine(ranks: int, folders: list[str]) -> Machine:
-    """Return the rates of one of `ranks` that work at the same time; it takes a second.
-
-    Args:
-        ranks: processes that share memory, cores and disks.
-        folders: of the disk tier; empty: the disk is not measured.
-    """
-    matrix, vector = torch.randn(SIDE, SIDE), torch.randn(SIDE)
-    square = torch.randn(SIDE // 2, SIDE // 2)
-    memory = highest_rate("memory", matrix.nbytes, lambda: matrix @ vector) / ranks
-    flops = highest_rate("products", 2 * len(square) ** 3, lambda: square @ square) / ranks
-    disk = (sum(_disk_rate(Path(folder)) for folder in folders) or 1.0) / ranks
-    exact = Efficiency(1.0, 1.0, memory=1.0, reduce=1.0, optimizer=1.0)
-    return Machine(
-        "this machine", dict.fromkeys(("fp32", "bf16", "fp16"), flops), memory, 0.0,
-        Link(memory / 4, 0.0), Link(memory / 4, 0.0), exact, ranks_per_node=ranks,
-        host_rate=memory, cpu_rate=memory, disk_rate=disk, kernel_seconds=KERNEL_SECONDS,
-        launches_hide=False,
-    )  # fmt: skip

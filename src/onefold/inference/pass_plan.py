@@ -226,12 +226,8 @@ class _Batches:
         parts = {
             "memory": traffic / (machine.memory_rate * efficiency.memory),
             "compute": flops / (machine.peak(_dtype(self._recipe, machine)) * efficiency.matmul),
+            "launches": work.num_kernels * machine.kernel_seconds,
         }
-        launches = work.num_kernels * machine.kernel_seconds
-        if machine.launches_hide:
-            parts["launches"] = launches
-        else:
-            parts = {name: seconds + launches for name, seconds in parts.items()}
         inside = machine.inside.nbytes_per_second * efficiency.link
         rates = {"disk": machine.disk_rate, "host": machine.host_rate, "ranks": inside}
         link = _link(self._recipe)

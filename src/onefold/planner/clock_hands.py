@@ -9,7 +9,7 @@ node and between nodes, and take turns on a link.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -124,6 +124,8 @@ CAUSES = {"device": "exposed_host", "cpu": "exposed_host", "disk": "exposed_disk
 """The parts of a step that wait for a tier."""
 AXES = "exposed_axes"
 """The part of a step that waits for messages of model axes."""
+STEP_SHARE = 0.85
+"""The share of the memory bandwidth that the optimizer's kernel over long tensors reaches."""
 GRADIENTS = (0, 1)
 """Each unit has two: one comes as its backward begins to compute, the other as it ends."""
 
@@ -134,8 +136,7 @@ def durations(
     """Return the seconds of a unit's forward, and of its backward with recompute, by part.
 
     Kernels follow one another. Where the host needs longer to launch them than the device to run
-    them, the difference is `memory`; so are all launches where the host itself computes. Messages
-    on model axes are waited for.
+    them, the difference is `memory`. Messages on model axes are waited for.
     """
     efficiency = machine.efficiency
     wide = "bf16" if run.dtype == "fp8" else run.dtype  # of attention, which is never in fp8
@@ -145,10 +146,8 @@ def durations(
 
     def parts(work: Work, kernels: float) -> dict[str, float]:
         compute = work.flops / matmul + work.attention_flops / attention
-        rest = work.nbytes / memory + work.drawn / machine.draw_rate
         launches = kernels * machine.kernel_seconds
-        rest = max(rest, launches - compute) if machine.launches_hide else rest + launches
-        return {"compute": compute, "memory": rest}
+        return {"compute": compute, "memory": max(work.nbytes / memory, launches - compute)}
 
     again = run.recompute if unit.is_recomputed else 0.0
     forward = parts(unit.forward, unit.num_kernels / 3)
@@ -174,8 +173,7 @@ def tier_seconds(recipe: Recipe, run: Conditions, machine: Machine) -> dict[str,
     host, own, offload = machine.host_rate, run.own_share(recipe), recipe.offload
     rate = machine.disk_rate if offload.parameters == "disk" else host
     by_cpu, streamed = run.state_nbytes / machine.cpu_rate, STREAMED_NBYTES / host
-    is_faster = machine.launches_hide and streamed < by_cpu  # where there is a device
-    wanted = offload.step == "device" or (offload.step == "auto" and is_faster)
+    wanted = offload.step == "device" or (offload.step == "auto" and streamed < by_cpu)
     streams = offload.optimizer == "cpu" and offload.parameters != "disk" and wanted
     returns = offload.parameters == "device" and not streams
     on_disk = own * (run.state_nbytes - 4) / machine.disk_rate
@@ -260,11 +258,10 @@ class ClockHands:
 
     def step(self, is_far: tuple[bool, ...], stepped: Collection[int]) -> None:
         """Step the units on the device, and begin to step the others that are not `stepped`."""
-        machine = self._machine
-        rate = machine.memory_rate * machine.efficiency.optimizer
+        rate = self._machine.memory_rate * STEP_SHARE
         numel = sum(u.numel for u, far in zip(self._units, is_far, strict=True) if not far)
         seconds = numel * self._run.own_share(self._recipe) * self._run.state_nbytes / rate
-        self.streams.compute("", "step", {"optimizer": seconds, "memory": machine.step_seconds})
+        self.streams.compute("", "step", {"optimizer": seconds})
         for index, far in enumerate(is_far):
             if far and index not in stepped:
                 self._step(index)
@@ -342,14 +339,8 @@ class ClockHands:
         self.streams.wait(self._stepped[index], CAUSES[self._recipe.offload.optimizer])
 
     def _talk(self, what: str, index: int, cost: Cost, ready: float) -> float:
-        """Put one collective of a unit on the stream of its name, and return when it ends.
-
-        Where the host computes, it also quantizes: compute waits for that.
-        """
+        """Put one collective of a unit on the stream of its name, and return when it ends."""
         streams, name = self.streams, self._units[index].name
-        if not self._machine.launches_hide:
-            streams.compute(name, "code", {"memory": cost.encode + cost.decode})
-            cost = replace(cost, encode=0.0, decode=0.0)
         stream = STREAMS.get(what, what)
         return streams.collective(stream, name, what, cost, max(streams.now, ready))
 

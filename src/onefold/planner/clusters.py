@@ -25,7 +25,7 @@ class Cluster:
 
     `memory`: of each device, or CPU rank; `host_memory` and `disk`: of each node, for all its
     ranks: bytes, or a text such as "80GB" or "80GiB". `machine`: the machine of step times, by name
-    such as "h100" (`planner/machines.py`) or described.
+    such as "h100" (`planner/machines.py`) or described; CPU ranks have none.
     """
 
     ranks: int = 1
@@ -76,6 +76,9 @@ def clusters_of(choice: ClusterChoice, world_size: int) -> tuple[Cluster, ...]:
     if not kinds:
         hint = f"onefold.plan(model, cluster={EXAMPLE!r})"
         raise ConfigError("at least one kind of devices", "none", hint=hint)
+    if any(kind.machine is not None and kind.device_type == "cpu" for kind in kinds):
+        hint = "leave the machine out: CPU ranks have no step times"
+        raise ConfigError("device_type='cuda' with a machine", repr("cpu"), hint=hint)
     return kinds
 
 
@@ -142,14 +145,11 @@ def _have_even_hosts(kinds: Sequence[Cluster]) -> bool:
     return is_accelerator and is_even and sum(kind.nodes for kind in kinds) > 1
 
 
-def check_mixed(
-    kinds: Sequence[Cluster], axes: ModelAxes, wire: object, *, calibrates: bool
-) -> None:
+def check_mixed(kinds: Sequence[Cluster], axes: ModelAxes, wire: object) -> None:
     """Refuse choices that no mixed cluster has."""
     types = sorted({kind.device_type for kind in kinds})
     refused = {
         "axes of the model": axes.are_used,
-        "a calibration": calibrates,
         f"wire {wire!r}": wire not in ("auto", "exact", None),
         f"devices of types {' and '.join(types)}": len(types) > 1,
     }

@@ -1,8 +1,7 @@
 """The cost of each message of a unit: rings or straight, one hop or two, exact or quantized.
 
-The cost of quantization on the CPU was measured by benchmarks/codec.py
-(docs/measurements/codecs.md). On a GPU it was not measured: the bytes that torch's passes over fp32
-move are counted in wire/codec.py, and divided by the machine's rate for memory. No torch here.
+The cost of quantization was not measured: the bytes that torch's passes over fp32 move on a GPU are
+counted in wire/codec.py, and divided by the machine's rate for memory. No torch here.
 """
 
 from __future__ import annotations
@@ -131,18 +130,16 @@ NO_COST = Cost(0.0, 0.0, ())
 
 
 def gather_cost(
-    nbytes: float, group: LinkGroup, machine: Machine, *, speed: float = 1.0,
-    is_straight: bool = False,
-) -> Cost:  # fmt: skip
+    nbytes: float, group: LinkGroup, machine: Machine, *, is_straight: bool = False
+) -> Cost:
     """Return the cost of an all-gather to `nbytes` on every rank, or of a reduce-scatter from them.
 
     In a ring every rank sends (n-1)/n of the bytes inside its node. (k-1)/k of them enter each of
     the k nodes, over as many network cards as the group has ranks there. The slower of the two
     counts. A ring has n-1 hops, k of them between nodes. Where every rank sends its piece straight
-    to every other one (`is_straight`), a piece enters a node once for each of its ranks. `speed` is
-    a factor of the rate of both links.
+    to every other one (`is_straight`), a piece enters a node once for each of its ranks.
     """
-    ranks, link = group.ranks, machine.efficiency.link * speed
+    ranks, link = group.ranks, machine.efficiency.link
     nodes = -(-ranks // group.local_world_size)
     if ranks == 1 or nbytes == 0:
         return NO_COST
@@ -162,14 +159,6 @@ def gather_cost(
     return Cost(hops + max(inside, outside), sent, links)
 
 
-def reduce_cost(
-    nbytes: float, group: LinkGroup, machine: Machine, *, is_straight: bool = False
-) -> Cost:
-    """Return the cost of a reduce-scatter from `nbytes` on every rank, at its own speed."""
-    speed = machine.efficiency.reduce
-    return gather_cost(nbytes, group, machine, speed=speed, is_straight=is_straight)
-
-
 # messages of a unit
 
 
@@ -179,14 +168,6 @@ class Coding(NamedTuple):
     encode: float
     add: float
 
-
-CPU_RATES: Mapping[str, Coding] = MappingProxyType(
-    {
-        "int8": Coding(17.4, 15.6), "int4": Coding(14.4, 13.5),
-        "int8+h": Coding(5.3, 5.9), "int4+h": Coding(5.7, 7.3),
-    }
-)  # fmt: skip
-"""GB/s of fp32 on one core, with the kernel in C where there is one."""
 
 GPU_NBYTES: Mapping[str, Coding] = MappingProxyType(
     {
@@ -199,12 +180,10 @@ GPU_NBYTES: Mapping[str, Coding] = MappingProxyType(
 
 def seconds_of(codec: str, machine: Machine) -> Coding:
     """Return the seconds per element on `machine`; 0 for exact messages."""
-    if codec not in CPU_RATES:
+    if codec not in GPU_NBYTES:
         return Coding(0.0, 0.0)
-    if machine.launches_hide:
-        rate = machine.memory_rate * machine.efficiency.memory
-        return Coding(*(nbytes / rate for nbytes in GPU_NBYTES[codec]))
-    return Coding(*(4 / (rate * 1e9) for rate in CPU_RATES[codec]))
+    rate = machine.memory_rate * machine.efficiency.memory
+    return Coding(*(nbytes / rate for nbytes in GPU_NBYTES[codec]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +205,7 @@ class UnitCosts:
 def costs_of(numel: int, recipe: Recipe, conditions: Conditions, machine: Machine) -> UnitCosts:
     """Compute the costs of one unit of `numel` parameters.
 
-    On one axis each rank sends its pieces straight to every other, while GPUs gather in a ring.
+    On one axis each rank sends its sums straight to every other, while gathers go round a ring.
     """
     near, wire, ranks = conditions.near(recipe), recipe.wire, recipe.world_size
     weight, grad = conditions.weight_itemsize, conditions.grad_itemsize
@@ -252,7 +231,6 @@ def costs_of(numel: int, recipe: Recipe, conditions: Conditions, machine: Machin
         recipe.world_size // recipe.shard_world, max(1, near // recipe.shard_world)
     )
     goes_straight = not is_ring and not recipe.has_axes
-    gathers_straight = goes_straight and recipe.device_type == "cpu"
     weights, gradients, means = _EXACT, _EXACT, _EXACT
     if not is_ring:
         means = wire.gradients_between
@@ -263,7 +241,7 @@ def costs_of(numel: int, recipe: Recipe, conditions: Conditions, machine: Machin
     reduced = reduce(own, (means, grad), copies, is_straight=not is_ring)
     shared = gather(own, (means, grad), copies, is_straight=not is_ring)
     return UnitCosts(
-        gather=gather(numel, (weights, weight), shard, is_straight=gathers_straight),
+        gather=gather(numel, (weights, weight), shard),
         reduce=reduce(numel, (gradients, grad), shard, is_straight=goes_straight),
         spread=gather(numel, (_EXACT, grad), shard),
         replica=reduced.then(shared),
@@ -304,8 +282,7 @@ def _quantized(
     reduce, it writes a message for every other rank, and reads one from each.
     """
     codec, nbytes = _message(form)
-    price = reduce_cost if is_reduced else gather_cost
-    cost = price(numel * nbytes, group, machine, is_straight=is_straight)
+    cost = gather_cost(numel * nbytes, group, machine, is_straight=is_straight)
     codec_seconds, others = seconds_of(codec, machine), numel * (group.ranks - 1) / group.ranks
     written, read = (others, others) if is_reduced else (numel / group.ranks, numel)
     if not cost.seconds:

@@ -7,7 +7,6 @@ from it.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from math import inf
 from types import MappingProxyType
 
 from onefold.errors import ConfigError
@@ -27,8 +26,7 @@ class Efficiency:
 
     `matmul` and `attention` (a fused kernel) are shares of the peak FLOP/s, `memory` of the memory
     bandwidth, `link` of both links'. `contention` is the share of its speed that compute loses
-    while a collective runs. `reduce` is the speed of a reduction against a gather,
-    `optimizer` the share of the memory bandwidth of one kernel over long tensors.
+    while a collective runs.
     """
 
     matmul: float
@@ -36,8 +34,6 @@ class Efficiency:
     contention: float = 0.0
     memory: float = 0.85
     link: float = 1.0
-    reduce: float = 1.0
-    optimizer: float = 0.85
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +44,8 @@ class Machine:
     inside, outside: bus bandwidth of a collective in the node; a rank's share of network cards.
     host_rate: one direction between device and host.
     cpu_rate, disk_rate: a rank's share of host memory traffic, and of the disks.
-    kernel_seconds: host time of one kernel launch. Launches hide behind the kernel before on a
-        device of its own (`launches_hide`), and add up where the host computes.
-    step_seconds: host time of every step, for any model.
+    kernel_seconds: host time of one kernel launch, which hides behind the kernel before.
     spread: standard deviation of a rank's compute time relative to its mean, for stragglers.
-    draw_rate: random numbers a second, without the time to fill memory; a device draws for free.
     """
 
     name: str
@@ -67,10 +60,7 @@ class Machine:
     cpu_rate: float = 20e9
     disk_rate: float = 2e9
     kernel_seconds: float = 5e-6
-    launches_hide: bool = True
-    step_seconds: float = 0.0
     spread: float = 0.0
-    draw_rate: float = inf
 
     def peak(self, dtype: str) -> float:
         """Return the dense peak of `dtype` in FLOP/s; `ConfigError` for an unknown one."""

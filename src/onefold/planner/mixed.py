@@ -322,6 +322,5 @@ class MixedJob:
 
 def _with_links(machine: Machine, other: Machine, burden: float = 1.0) -> Machine:
     """Return a machine with the links of another; `burden`: how much slower than they are."""
-    link, reduce = other.efficiency.link / burden, other.efficiency.reduce
-    efficiency = replace(machine.efficiency, link=link, reduce=reduce)
+    efficiency = replace(machine.efficiency, link=other.efficiency.link / burden)
     return replace(machine, inside=other.inside, outside=other.outside, efficiency=efficiency)

@@ -12,10 +12,7 @@ from onefold.config import PRECISIONS, PrecisionChoice, StageChoice, precision_o
 from onefold.errors import ConfigError
 from onefold.layout.module_tree import ModuleTree
 from onefold.layout.units import plan_units
-from onefold.planner.calibration import Calibration, Sample
-from onefold.planner.calibration import calibrate as measured_here
 from onefold.planner.clusters import (
-    Cluster,
     ClusterChoice,
     check_mixed,
     clusters_of,
@@ -31,7 +28,6 @@ from onefold.planner.show import MixedPlan
 from onefold.planner.storages import Untraceable
 from onefold.planner.trace import Trace, tokens_of, trace, without_values
 from onefold.recipe import Recipe
-from onefold.tier.host import usable_cores
 from onefold.wire_config import WireChoice
 
 Tracing = Callable[[int], Trace]
@@ -51,12 +47,11 @@ def plan(  # noqa: PLR0913 - the contract
     offload: Literal["auto", "none", "optimizer", "cpu", "disk"] | str | None = "auto",
     wire: Literal["auto"] | WireChoice = "auto",
     recompute: bool = False,
-    calibrate: bool | nn.Module | str = False,
     axes: ModelAxes | Mapping[str, int] | None = None,
 ) -> Plan:
     """Find the ways to train a model that fit, how fast they are, and which one to take.
 
-    Nothing runs, unless `calibrate` asks for it.
+    Nothing runs. Step times are estimates for GPUs, from data sheets. CPU ranks have none.
 
     Args:
         module_or_config: a module that takes tokens [batch, seq] (its values are not read), a
@@ -74,18 +69,15 @@ def plan(  # noqa: PLR0913 - the contract
             exact preset that is fastest, or sends least between them; `Plan.wires` compares all
             presets, the lossy ones too.
         recompute: recompute blocks in backward. A module has to be set up for that by its owner.
-        calibrate: measure CPU ranks of this machine first, for up to a minute, and estimate step
-            times on them: with the model itself (True), or with another one, by name or a module.
         axes: ranks of tensor, pipeline, context and expert axes as in {"tp": 2, "pp": 2, "cp": 1,
             "ep": 1}, and "virtual", the parts of the model on a rank of pp; the rest of the world
             is dp. Each rank of the pipeline is planned on its data axis.
 
     Raises:
         ConfigError: a model that cannot be built, counts below 1, words that are not known; a wire
-            that `onefold.shard` refuses at that stage or on so many nodes; a calibration for other
-            devices than this machine's CPU, or of a model that does not run; axes that do not
-            divide the world, or for which the model has not enough heads, blocks or experts; a
-            cluster of several kinds with axes, a wire or a calibration.
+            that `onefold.shard` refuses at that stage or on so many nodes; axes that do not divide
+            the world, or for which the model has not enough heads, blocks or experts; a cluster of
+            several kinds with axes or a wire.
     """
     kinds, axes = clusters_of(cluster, world_size), ModelAxes.of(axes)
     for kind in kinds:
@@ -93,7 +85,7 @@ def plan(  # noqa: PLR0913 - the contract
     check_counts(batch=1 if batch == "auto" else batch)
     where, mixed, chosen = kinds[0], device_kinds(kinds), precision_of(precision)
     if mixed:
-        check_mixed(kinds, axes, wire, calibrates=calibrate is not False)
+        check_mixed(kinds, axes, wire)
     recipe = recipe_of(kinds, chosen)
     axes.check(recipe.world_size)
     name, module = named_model(module_or_config, seq, recomputes=recompute)
@@ -109,20 +101,12 @@ def plan(  # noqa: PLR0913 - the contract
         anatomy = Anatomy.of(module, first.units)
         anatomy.check(axes)
         estimates += anatomy.estimates(axes)
-    calibration, machine = None, where.described
-    if calibrate is not False:
-        runs = module_or_config if calibrate is True else calibrate
-        model = runs if isinstance(runs, nn.Module) else os.fspath(runs)
-        calibration = _calibration(
-            where, Sample(model=model, seq=seq, rows=rows, precision=chosen, recompute=recompute)
-        )
-        machine = calibration.machine(where.ranks)
     search = Search(
         one_row=first,
         two_rows=two,
         recipe=recipe,
         room=where.room,
-        machine=machine,
+        machine=where.described,
         tokens=seq,
         accumulate=accumulate,
         wires=_wires(wire, 1 if mixed else where.nodes, axes),
@@ -138,7 +122,7 @@ def plan(  # noqa: PLR0913 - the contract
     best, closest = best_of(rows_tried), nearest(rows_tried)
     return Plan(
         name, word if precision is not None else None, recompute, search, rows_tried, best, closest,
-        estimates, calibration,
+        estimates,
         _compared(search, best or closest) if wire == "auto" else (),
         MixedPlan.of(search, best or closest) if mixed else None,
     )  # fmt: skip
@@ -241,17 +225,3 @@ def _ways(stage: int | str, offload: str | None, device_type: str) -> Sequence[t
         got = f"stage {stage}"
         raise ConfigError(f"offload={offload!r} at a stage that has it", got, hint=hint)
     return ways
-
-
-def _calibration(where: Cluster, sample: Sample) -> Calibration:
-    """Measure so many CPU ranks here, at most one a core."""
-    wanted = "a calibration for ranks on the CPU of this machine"
-    if where.machine is not None:
-        name = where.machine if isinstance(where.machine, str) else where.machine.name
-        hint = "leave out calibrate or Cluster.machine"
-        raise ConfigError(wanted, f"one with machine {name!r}", hint=hint)
-    if where.device_type != "cpu" or where.nodes > 1:
-        got = f"{where.nodes} nodes" if where.nodes > 1 else "one for GPUs"
-        hint = "step times of GPUs and of several nodes come from data sheets: --gpu h100-80"
-        raise ConfigError(wanted, got, hint=hint)
-    return measured_here(sample, [min(where.ranks, max(2, usable_cores()))])

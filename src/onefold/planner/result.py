@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from onefold.planner.calibration import Calibration
 from onefold.planner.models.gpt import PRESETS
 from onefold.planner.planned_axes import ModelAxes
 from onefold.planner.search import Row, Search
@@ -48,7 +47,6 @@ class Plan:
     search: the cluster and the traced model; it tries further rows.
     rows: the ways; `best` is the one to take, None where none fits; `closest` misses least.
     estimates: the parts of the plan that are not exact.
-    calibration: the measurements behind step times of this machine.
     wires: the way to take on every wire, exact and lossy, if the wire was left open.
     mixed: on several kinds of devices, the split of rows and states, and the equal one.
     """
@@ -61,7 +59,6 @@ class Plan:
     best: Row | None
     closest: Row
     estimates: tuple[str, ...]
-    calibration: Calibration | None = None
     wires: tuple[Row, ...] = ()
     mixed: MixedPlan | None = None
 
@@ -82,6 +79,10 @@ class Plan:
             has_times = self.mixed.split.step is not None
             return " + ".join(kind.name for kind in self.search.kinds) if has_times else ""
         return self.search.machine.name if self.search.machine else ""
+
+    @property
+    def _is_on_cpu(self) -> bool:
+        return self.search.recipe.device_type == "cpu"
 
     @property
     def fits(self) -> bool:
@@ -202,7 +203,6 @@ class Plan:
             "explanation": self.explain(),
             "estimates": list(self.estimates),
             "machine": self.machine,
-            "calibration": self.calibration.as_dict() if self.calibration else None,
             "command": self.command,
             "line": self.line,
             **({"mixed": self.mixed.as_dict()} if self.mixed else {}),
@@ -223,10 +223,10 @@ class Plan:
             yield from memory_table(self.rows)
             yield from traffic_table(self.rows)
         else:
-            yield "--wide: memory by kind, bytes sent, tokens/s, more devices"
+            speeds = "" if self._is_on_cpu else ", tokens/s, more devices"
+            yield f"--wide: memory by kind, bytes sent{speeds}"
         yield ""
-        measured = self.calibration.lines() if self.calibration else []
-        for line in [*self.explain(), *measured]:
+        for line in self.explain():
             yield from wrapped(line)
         yield from wire_lines(self.wires, self.taken, self.numel)
         if self.mixed is not None:
@@ -277,11 +277,8 @@ class Plan:
         else:
             yield f"memory: of one device at the peak, with activations; it has {has}"
         if self.taken.step:
-            source = "measured here" if self.calibration else f"on {self.machine}, from data sheets"
-            yield f"step: seconds of one optimizer step, {source}"
-        elif self.search.recipe.device_type == "cpu":
-            yield "step times: --calibrate measures this machine"
-        else:
+            yield f"step: seconds of one optimizer step, on {self.machine}, from data sheets"
+        elif not self._is_on_cpu:
             yield "step times: name a GPU, as in --gpu h100-80"
         places = {place for row in self.rows for place in row.unchecked}
         if places:

@@ -229,10 +229,7 @@ def work_of_call(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
     if products is not None:
         return Work(flops=float(products(*args, **kwargs, out_val=out)), num_kernels=1)
     moved = [t.nbytes for t in tree_iter((args, kwargs, out)) if isinstance(t, Tensor)]
-    numel = next((t.numel() for t in tree_iter(out) if isinstance(t, Tensor)), 0)
-    draws = torch.Tag.nondeterministic_seeded in func.tags
-    drawn = float(numel) if draws else 0.0
-    return Work(nbytes=float(sum(moved)), drawn=drawn, num_kernels=1)
+    return Work(nbytes=float(sum(moved)), num_kernels=1)
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from onefold.engine.walks import EventKind
-from onefold.planner.costs import Cost, LinkGroup, gather_cost, reduce_cost
+from onefold.planner.costs import Cost, LinkGroup, gather_cost
 
 if TYPE_CHECKING:
     from onefold.planner.machines import Machine
@@ -37,13 +37,11 @@ class Work(NamedTuple):
     flops: of matrix products; a multiply-add counts as two.
     attention_flops: of a fused attention kernel, which has a speed of its own.
     nbytes: memory traffic of every other kernel.
-    drawn: random numbers, as of dropout.
     """
 
     flops: float = 0.0
     attention_flops: float = 0.0
     nbytes: float = 0.0
-    drawn: float = 0.0
     num_kernels: int = 0
 
     def plus(self, other: Work, times: float = 1) -> Work:
@@ -79,8 +77,8 @@ class AxisMessage(NamedTuple):
         straight to every other one.
         """
         if self.axis == "tp":
-            over = self.nbytes, self.group, machine
-            return reduce_cost(*over).then(gather_cost(*over))
+            half = gather_cost(self.nbytes, self.group, machine)
+            return half.then(half)
         if self.axis == "pp":  # of two ranks, a "gather" sends half
             return gather_cost(2 * self.nbytes, self.group, machine, is_straight=True)
         return gather_cost(self.nbytes, self.group, machine, is_straight=True)

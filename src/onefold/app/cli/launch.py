@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -156,14 +157,23 @@ def end_with_launcher() -> None:
 
     Writes the process number for the launcher, which passes signals on.
     """
-    from onefold.wire.local_ranks import end_with
-
     pid = os.environ.get(LAUNCHER)
     if pid is None:
         return
     if PIDS in os.environ:
         Path(os.environ[PIDS], f"rank.{os.getpid()}").touch()
-    end_with(int(pid))
+    _end_with(int(pid))
+
+
+def _end_with(pid: int) -> None:
+    """End this process once its parent `pid` is gone."""
+
+    def watch() -> None:
+        while os.getppid() == pid:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 RESULT = "ONEFOLD_RESULT"

@@ -43,10 +43,7 @@ def command() -> NoReturn:
     most of a second for torch, and a second more for 70 billion parameters.
     """
     code = main()
-    if (
-        sys.argv[1:2] in (["train"], ["check"], ["plan"], ["generate"])
-        and "--calibrate" not in sys.argv
-    ):
+    if sys.argv[1:2] in (["train"], ["check"], ["plan"], ["generate"]):
         _exit_now(code)
     sys.exit(code)
 

@@ -24,15 +24,15 @@ from onefold.text import columns, format_seconds, format_share, parse_nbytes
 from onefold.tier.host import no_garbage
 
 if TYPE_CHECKING:
-    from onefold.planner.planning import Cluster
+    from onefold.planner.clusters import Cluster
     from onefold.planner.result import Plan
 
 DESCRIPTION = """\
-Predict the peak memory and the step time of every stage and offload on these
+Predict the peak memory and the messages of every stage and offload on these
 devices, show which of them fit, and print the command for the best one. Nothing
-is trained: one micro-batch is traced without allocating memory. --calibrate
-first measures CPU ranks of this machine, and predicts their step times. Without
-arguments: the tiny preset on this machine.
+is trained: one micro-batch is traced without allocating memory. With --gpu, step
+times are estimated from data sheets; CPU ranks have none. Without arguments: the
+tiny preset on this machine.
 
   onefold plan --model llama-8b --gpu h100-80
   onefold plan --model config.json --gpus 8 --nodes 8 --mem 80GiB --seq 4096"""
@@ -86,8 +86,6 @@ def add_to(commands: SubParsers) -> None:
     add("--gpu", "--cluster", dest="cluster", metavar="MACHINE", type=_machine, help="predict "
         "step times on these GPUs, and how they scale: a100-40, a100-80, h100-80, h200, b200 ... "
         "With counts, all devices of a cluster, even of several kinds: \"8xh100-80 + 16xa100-40\"")
-    add("--calibrate", nargs="?", const=True, default=False, metavar="MODEL", help="measure CPU "
-        "ranks here and predict their step times; with the name of a smaller model, measure that")
     add("--inference", action="store_true", help="plan `onefold generate` instead: passes over "
         "weights that stream, at batch 1 and at the best batch")
     add("--budget", type=parse_nbytes, metavar="SIZE", help="with --inference: memory of a rank "
@@ -113,16 +111,12 @@ def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     check_flags(arguments)
     if arguments.inference:
         return run_inference(arguments, _cluster(arguments))
-    if arguments.calibrate is not False:
-        hint = "leave one of the two out; --ranks N sets the number of ranks"
-        wanted = "--calibrate for the CPU ranks of this machine"
-        _refuse(arguments, ("gpus", "cluster"), wanted, "it with {}", hint)
     with no_garbage():  # importing torch makes half a million objects
         from onefold.planner.planned_axes import ModelAxes
         from onefold.planner.planning import plan
 
     flags = vars(arguments)
-    same = ("seq", "batch", "accumulate", "precision", "stage", "wire", "recompute", "calibrate")
+    same = ("seq", "batch", "accumulate", "precision", "stage", "wire", "recompute")
     result = plan(
         arguments.model,
         cluster=_kinds(arguments) or _cluster(arguments),
@@ -163,15 +157,15 @@ def _kinds(arguments: argparse.Namespace) -> tuple[Cluster, ...]:
 
 def _cluster(arguments: argparse.Namespace) -> Cluster:
     """Return the devices of the flags, or of this machine."""
+    from onefold.planner.clusters import Cluster
     from onefold.planner.machines import machine_of
-    from onefold.planner.planning import Cluster
     from onefold.tier import accelerator
     from onefold.tier.host import free_host_nbytes
 
     gpus, ranks = arguments.gpus, arguments.ranks
-    if gpus and ranks:
-        hint = "--ranks plans for processes on the CPU"
-        raise ConfigError("--gpus or --ranks", "both", hint=hint)
+    if ranks:
+        hint = "leave one of the two out: --ranks plans for processes on the CPU"
+        _refuse(arguments, ("gpus", "cluster"), "--ranks without GPUs", "it with {}", hint)
     machine = None if arguments.cluster is None else machine_of(arguments.cluster)
     has_gpus = accelerator.kind() is not None
     has_machine = gpus is not None or machine is not None

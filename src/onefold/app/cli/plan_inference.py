@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onefold.app.cli.arguments import first_set, print_result
@@ -16,7 +14,6 @@ from onefold.text import (
     counted,
     exact_bytes,
     format_bytes,
-    format_rate,
     format_seconds,
     shell_lines,
     wrapped,
@@ -25,7 +22,7 @@ from onefold.tier.host import no_garbage
 
 if TYPE_CHECKING:
     from onefold.inference.pass_plan import InferenceAsk, InferencePlan
-    from onefold.planner.planning import Cluster
+    from onefold.planner.clusters import Cluster
 
 BUDGET_SHARE = 0.75
 """The share of a rank's memory that is for weights, where no budget is given: as in `stream`."""
@@ -35,8 +32,8 @@ LINKS = {"disk": "disk", "host": "CPU memory", "ranks": "other ranks"}
 OWN = ("budget", "rest", "context")
 """Flags of `--inference` alone."""
 
-TRAINING = ("accumulate", "precision", "stage", "wire", "recompute", "calibrate", "wide", "seq",
-            "nodes", "tp", "pp", "virtual", "cp", "ep")  # fmt: skip
+TRAINING = ("accumulate", "precision", "stage", "wire", "recompute", "wide", "seq", "nodes", "tp",
+            "pp", "virtual", "cp", "ep")  # fmt: skip
 """Flags that mean nothing to inference."""
 
 
@@ -84,7 +81,7 @@ def _requests(arguments: argparse.Namespace, cluster: Any) -> list[InferenceAsk]
     """Return the plans to try, the fastest tier first."""
     from onefold.inference.pass_plan import InferenceAsk
 
-    word, _, path = arguments.offload.partition(":")
+    word = arguments.offload.partition(":")[0]
     tiers = {"auto": [None, "cpu", "disk"], "none": [None], "cpu": ["cpu"], "disk": ["disk"]}
     if word not in tiers:
         hint = "auto takes the fastest that fits"
@@ -92,22 +89,13 @@ def _requests(arguments: argparse.Namespace, cluster: Any) -> list[InferenceAsk]
         raise ConfigError("--offload to be auto, none, cpu or disk", got, hint=hint)
     on_cpu = cluster.device_type == "cpu"
     tried = [tier for tier in tiers[word] if word != "auto" or tier != "cpu" or not on_cpu]
-    machine, memory = cluster.machine, cluster.memory
-    if machine is None and arguments.gpus is None and on_cpu:
-        from onefold.app.measure import this_machine
-
-        folders = path.split(":") if path else [tempfile.gettempdir()]
-        if not all(Path(folder).is_dir() for folder in folders):
-            got = repr(arguments.offload)
-            hint = "create the folder first, or write --offload disk"
-            raise ConfigError("--offload disk:PATH with a folder", got, hint=hint)
-        machine = this_machine(cluster.ranks, folders if "disk" in tried else [])
+    memory = cluster.memory
     request = InferenceAsk(
         budget=arguments.budget or int(BUDGET_SHARE * memory), rest=arguments.rest, offload=None,
         ranks=cluster.ranks, device_type=cluster.device_type, context=arguments.context,
         batch=None if arguments.batch in (1, "auto") else arguments.batch, memory=memory,
         host_memory=_of_rank(cluster.host_memory, cluster.ranks),
-        disk=_of_rank(cluster.disk, cluster.ranks), machine=machine,
+        disk=_of_rank(cluster.disk, cluster.ranks), machine=cluster.machine,
     )  # fmt: skip
     return [replace(request, offload=tier) for tier in tried]
 
@@ -164,11 +152,13 @@ def as_text(plan: InferencePlan, name: str) -> Iterator[str]:
          "none: a pass computes the whole context again"),
     ]  # fmt: skip
     yield from (line for row in facts for line in wrapped(f"{row[0]:14}{row[1]}", " " * 14))
-    lines = [("batch", "memory", "a pass", "tokens/s", "bound by")]
+    has_times = ask.device_type != "cpu"
+    lines = [("batch", "memory", *("a pass", "tokens/s", "bound by") * has_times)]
     for batch in dict.fromkeys((plan.one, plan.best)):
         times = format_seconds(batch.seconds) if batch.seconds else "?"
         speed = f"{batch.tokens_per_s:,.2f}" if batch.seconds else "?"
-        lines.append((f"{batch.batch:,d}", format_bytes(batch.memory), times, speed, batch.bound))
+        cells = f"{batch.batch:,d}", format_bytes(batch.memory)
+        lines.append((*cells, *(times, speed, batch.bound) * has_times))
     yield from ("", f"at {ask.context:,d} tokens of context:", *columns(lines, ">"))
     yield from (part for note in _notes(plan) for part in wrapped(note))
     words = command(plan, name).split(" --")
@@ -183,15 +173,17 @@ def _verdict(plan: InferencePlan) -> str:
 
 
 def _notes(plan: InferencePlan) -> Iterator[str]:
+    from onefold.inference.pass_plan import MAX_BATCH
+
     machine = plan.ask.machine
-    if machine is None:
-        yield "?: no times without --gpu MACHINE"
-    elif machine.name == "this machine":
-        disk = f", disk {format_rate(machine.disk_rate)}" if plan.ask.offload == "disk" else ""
-        yield f"measured here: memory {format_rate(machine.memory_rate)}{disk}, for a rank"
-    else:
+    if machine is not None:
         yield f"times are those of {machine.name}'s data sheet, with the shares that runs reach"
+    elif plan.ask.device_type != "cpu":
+        yield "?: no times without --gpu MACHINE"
     if plan.best.batch > 1 and plan.ask.batch is None:
-        yield f"{plan.best.batch:,d} sequences: twice as many do not fit, or gain less than 5 %"
+        why = "twice as many do not fit, or gain less than 5 %"
+        if plan.ask.device_type == "cpu":
+            why = f"the largest power of two that fits, up to {MAX_BATCH:,d}"
+        yield f"{plan.best.batch:,d} sequences: {why}"
     for estimate in plan.estimates:
         yield f"estimated: {estimate}"
