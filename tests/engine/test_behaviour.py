@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
+import time
 from contextlib import nullcontext
 
 import pytest
@@ -1135,3 +1136,32 @@ def test_a_probe_without_memory_on_one_rank_is_an_error_on_all():
             onefold.shard(module, Hungry(module.parameters()))
 
     run_ranks(3, body)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_threads_probe_in_turn_and_find_the_answer_of_the_first(world_size):
+    class Counted(Optimizer):
+        inside = most = built = 0
+
+        def __init__(self, params):
+            super().__init__(params, {"lr": 0.1})
+            Counted.built += 1
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            Counted.inside += 1
+            Counted.most = max(Counted.most, Counted.inside)
+            time.sleep(1e-4)  # lets another thread run
+            for p in self.param_groups[0]["params"]:
+                p.sub_(p.grad)
+            Counted.inside -= 1
+
+    def behaviour(rank):
+        return behaviour_of(Counted([nn.Parameter(torch.ones(2))])).kind
+
+    assert run_ranks(world_size, behaviour) == ["elementwise"] * world_size
+    assert Counted.most == 1
+    probed = Counted.built - world_size
+    behaviour_of(Counted([nn.Parameter(torch.ones(2))]))
+    assert Counted.built == probed + world_size + 1
+    assert probed == 8  # runs of one probe, whatever the number of threads

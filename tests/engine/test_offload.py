@@ -512,6 +512,43 @@ def test_two_optimizers_step_one_unit_in_turn(slow_disk):
             assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+def test_two_optimizers_with_one_name_for_a_state_of_one_weight_are_refused(slow_disk):
+    """Both would step one moment. The next optimizer after one that is gone begins anew."""
+
+    def sgd(module: nn.Module, momentum: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD(module.parameters(), lr=0.1, momentum=momentum)
+
+    def body(rank: int, offload: Any) -> list[Tensor]:
+        module = seeded(Tower)
+        first = sgd(module, 0.9)
+        onefold.shard(module, first, offload=offload)
+        parts = [batch.chunk(2)[rank] for batch in batches(3)]
+        train(module, first, parts[0])
+        other = sgd(module, 0.5)
+        if offload is not None:
+            with pytest.raises(StateError, match=r"'momentum_buffer' of 'scale'.*offload"):
+                train(module, other, parts[1])
+            onefold.save(folder / "one", module, first)
+            onefold.load(folder / "one", module, first)
+            with pytest.raises(StateError, match="one optimizer with a state"):
+                train(module, other, parts[1])
+            module.zero_grad()
+        train(module, torch.optim.Adam(module.parameters()), parts[1])  # of other names
+        del first
+        gc.collect()
+        train(module, other, parts[2])
+        return [whole(p) for p in module.parameters()]
+
+    def train(module: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
+        loss_of(module, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    folder = Path(slow_disk.partition(":")[2])
+    for a, b in zip(run_ranks(2, body, None), run_ranks(2, body, slow_disk), strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
 @pytest.mark.parametrize("way", ["backwards", "closures", "save"])
 def test_one_of_two_optimizers_cannot_step_what_backward_has_stepped_for_both(way, tmp_path):
     def body(rank: int) -> None:

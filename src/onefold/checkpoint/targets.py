@@ -300,6 +300,7 @@ class Targets:
             return _empty(saved, unit.context.store.device)
         key = self._states[name][1:]
         if unit.steps_in_blocks and len(key) == 1:  # into the unit's own moments
+            binding.keep(parameter, key[0])
             unit.make_moments({key[0]: unit.stepped.dtype})
             flats[unit, key] = unit.moments[key[0]].tensor
         if (unit, key) not in flats:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
+from threading import RLock
 from typing import Any, Literal, get_args
 
 import torch
@@ -157,6 +158,11 @@ def group_behaviour(optimizer: Optimizer, group: dict[str, Any]) -> Behaviour:
     return Behaviour(declared, in_blocks=declared == "elementwise", reads=behaviour.reads)
 
 
+_ONE_BY_ONE = RLock()
+"""Threads probe in turn, and the next one finds the answer: dispatch modes of several threads at
+once ended a process of torch 2.13 twice in 5,000 programs (ASGD with foreach, three ranks)."""
+
+
 def _names_in_step(kind: type[Optimizer]) -> tuple[str, ...]:
     code = getattr(unhooked_step(kind), "__code__", None)
     return () if code is None else code.co_names
@@ -185,7 +191,8 @@ def _answer(optimizer: Optimizer, group: dict[str, Any], attributes: dict[str, A
     ways = (question, replace(question, closes=True), replace(question, is_list=True))
     reads = frozenset[str]()
     for way in ways:
-        answer, own = _probed(way)
+        with _ONE_BY_ONE:
+            answer, own = _probed(way)
         reads |= own
         if answer is not None:
             return replace(answer, reads=reads)

@@ -7,7 +7,7 @@ splits it, as that parameter must not be stepped. Flat groups, and their states,
 when this changes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -185,9 +185,32 @@ class FlatStep:
         unit.join_step()  # of another optimizer's parameters: this one may cut states again
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for flats, rule in zip(self._flat_groups(unit, members, rules), rules, strict=True):
-                segments += [_segment(flat, self._rule(rule, flat)) for flat in flats]
+                segments += [self._segment(flat, self._rule(rule, flat)) for flat in flats]
         unit.begin_step(UnitStep(unit, segments))
         self._is_behind = True
+
+    def keep(self, parameters: Sequence[UnitParameter], names: Iterable[str]) -> None:
+        """Note that states of parameters lie in moments; raise `StateError` if another's do."""
+        for name in names:
+            for parameter in parameters:
+                parameter.unit.keep_moment(parameter, name, self)
+
+    def _segment(self, flat: FlatGroup, rule: Rule) -> Segment:
+        """Return the part of a unit's background step that steps a flat group.
+
+        Before the first step, its states are placed in the unit's moments.
+        """
+        unit, is_new = flat.unit, not flat.state
+        if is_new:
+            probed = state_after_first_step(rule, flat.tensor.dtype)
+            moments = {name: value.dtype for name, value in probed.items() if is_moment(value)}
+            self.keep(flat.parameters, moments)
+            unit.make_moments(moments)
+            placed = {name: flat.part(unit.moments[name].tensor.data) for name in moments}
+            flat.state.update(probed | placed)
+        flats = tuple(name for name, value in flat.state.items() if flat.is_flat(value))
+        owner = unit.gradient.reduced
+        return Segment(flat.start, flat.grad(), rule, flats, flat.state, is_new, owner)
 
     def _rule(self, rule: Rule, flat: FlatGroup) -> Rule:
         """Return a rule that reads the attributes of the group's parameters."""
@@ -320,6 +343,7 @@ class FlatStep:
         """
         first, unit = rows[flat.parameters[0]], flat.unit
         if unit.steps_in_blocks:
+            self.keep(flat.parameters, [name])
             unit.make_moments({name: first.dtype})
             joined = flat.part(unit.moments[name].tensor.data)
         else:
@@ -344,23 +368,6 @@ def _by_unit(groups: list[list[UnitParameter]]) -> dict[Unit, list[list[UnitPara
         for parameter in group:
             by_unit.setdefault(parameter.unit, [[] for _ in groups])[index].append(parameter)
     return by_unit
-
-
-def _segment(flat: FlatGroup, rule: Rule) -> Segment:
-    """Return the part of a unit's background step that steps a flat group.
-
-    Before the first step, its states are placed in the unit's moments.
-    """
-    unit, is_new = flat.unit, not flat.state
-    if is_new:
-        probed = state_after_first_step(rule, flat.tensor.dtype)
-        unit.make_moments({name: v.dtype for name, v in probed.items() if is_moment(v)})
-        for name, value in probed.items():
-            moment = is_moment(value)
-            flat.state[name] = flat.part(unit.moments[name].tensor.data) if moment else value
-    moments = tuple(name for name, value in flat.state.items() if flat.is_flat(value))
-    owner = unit.gradient.reduced
-    return Segment(flat.start, flat.grad(), rule, moments, flat.state, is_new, owner)
 
 
 NUMBERS = ("step", "mu_product", "eta", "mu")

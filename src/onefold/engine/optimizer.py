@@ -140,6 +140,11 @@ class OptimizerBinding:
         """Return those of the optimizer's parameters whose state this rank keeps."""
         return self._strategy.kept_here(parameters)
 
+    def keep(self, parameter: UnitParameter, name: str) -> None:
+        """Note that a state is read into its unit's moments."""
+        if isinstance(self._strategy, FlatStep):
+            self._strategy.keep([parameter], [name])
+
     def stand_in(self, parameter: UnitParameter) -> Tensor:
         """Return the object that a step sees of a parameter; the sharded one of flat groups."""
         if self._searches or not isinstance(self._strategy, MatrixStep):

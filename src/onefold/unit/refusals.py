@@ -24,6 +24,11 @@ EDITED_IN_FILES = Refusal(
     "an edit, or a load of other values",
     'offload="disk:PATH" keeps a copy in that folder, which may be edited',
 )
+TWO_KEEPERS = Refusal(
+    "one optimizer with a state {1!r} of {0!r}, which is offloaded",
+    "a step of another one, beside the state of the first",
+    "delete the first optimizer, or keep states on the device: offload=None",
+)
 TOUCHED = Refusal(
     "parameter {0!r} to be as onefold.shard left it",
     "{1}",

@@ -9,7 +9,7 @@ Edits are counted, so that gathered weights, fetched rows and masters are known 
 
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from weakref import ReferenceType, WeakSet
+from weakref import ReferenceType, WeakSet, ref
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from onefold.tier.scratch import Pieces
 from onefold.tier.slots import Room
 from onefold.tier.store import Store
 from onefold.tier.workers import Task
+from onefold.unit import refusals
 from onefold.unit.buffer import Buffer
 from onefold.unit.context import Context, UnitSpec
 from onefold.unit.parameter import UnitParameter
@@ -175,6 +176,8 @@ class UnitWeights:
         self.rows = OwnRows(self.weight, context, self.name)
         self.master: Buffer | None = None
         self.moments: dict[str, Buffer] = {}
+        # who steps a parameter by a moment: the binding of an optimizer
+        self._keepers: dict[tuple[UnitParameter, str], ReferenceType[object]] = {}
         self.averages: list[ReferenceType[Buffer]] = []  # own rows that others keep of the unit
         self.edits = Edits(self.weight)
         self._shown = WeakSet[Tensor]()  # detached shards, whose edits are not counted
@@ -218,6 +221,13 @@ class UnitWeights:
                 if moment.far is None:  # else the file is new, and reads as zeros
                     moment.tensor.zero_()
                 self.moments[name] = moment
+
+    def keep_moment(self, parameter: UnitParameter, name: str, keeper: object) -> None:
+        """Note who keeps a parameter's state in a moment; raise `StateError` for a second one."""
+        known = self._keepers.get((parameter, name), lambda: None)()
+        if known is not None and known is not keeper:
+            raise refusals.TWO_KEEPERS(parameter.fqn, name, where=self.context.where)
+        self._keepers[parameter, name] = ref(keeper)
 
     def row_buffers(self) -> list[Buffer]:
         """Return the buffers of own rows, in the same order on every rank, moments last."""

@@ -40,6 +40,7 @@ class Counting(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
@@ -49,6 +50,7 @@ class Counting(torch.optim.Optimizer):
                 if state["step"] > 1:
                     state.setdefault("late", torch.zeros_like(p)).add_(p.grad, alpha=0.1)
                 p.add_(p.grad + state.get("late", 0), alpha=-group["lr"] / state["step"])
+        return loss
 
 
 class Normalized(torch.optim.Optimizer):
@@ -59,10 +61,12 @@ class Normalized(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
                     p.add_(p.grad / (p.grad.norm() + 1e-2), alpha=-group["lr"])
+        return loss
 
 
 class Coupled(torch.optim.Optimizer):
@@ -73,10 +77,12 @@ class Coupled(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
         trained = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
         total = sum(float(p.grad.abs().max()) for p in trained if p.numel())
         for p in trained:
             p.add_(p.grad, alpha=-self.param_groups[0]["lr"] / (1 + total))
+        return loss
 
 
 def of_all(make: Make) -> Callable[[nn.Module], list[torch.optim.Optimizer]]:
