@@ -302,7 +302,9 @@ def test_a_backward_inside_unsharded_is_refused_by_the_name_of_the_tiled_weight(
         onefold.shard(module, offload=Offload(tile=TILE))
         tokens = torch.arange(6)[None] + rank
         with (
-            pytest.raises(StateError, match=r"one inside, of '(embed|head)\.weight'.*Offload\.tile"),
+            pytest.raises(
+                StateError, match=r"one inside, of '(embed|head)\.weight'.*Offload\.tile"
+            ),
             onefold.unsharded(module),
         ):
             module(tokens).sum().backward()
