@@ -14,6 +14,7 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh
 
 import onefold
+from onefold.wire.collectives import Group
 from tests.support.forking import HANG_S, await_ended_threads
 from tests.support.island_runs import IslandRank, IslandRun, build, island_of, train_islands
 from tests.support.ranks import _process, run_processes, shorten_timeout
@@ -68,6 +69,20 @@ def train_on_a_part(rank):
 
 def test_islands_of_a_part_of_the_world_need_no_call_of_the_others():
     run_processes(5, train_on_a_part)
+
+
+def meet_without_cpu(rank):
+    """A stand-in for a world of NCCL alone: it sends nothing that lies in CPU memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend_config", lambda _: "cuda:nccl")
+        group = Group.over([0, 1], on_cpu=True)
+    assert group.handle is not dist.group.WORLD
+    assert group.all_reduced(torch.ones(1)).item() == 2
+    assert Group.over([0, 1], on_cpu=True).handle is dist.group.WORLD
+
+
+def test_a_world_that_sends_no_cpu_memory_gets_a_group_that_does():
+    run_processes(2, meet_without_cpu)
 
 
 # a rank that is gone
