@@ -1,6 +1,6 @@
 """Islands behind a slow link, beside data parallelism over it: the same data, seeds and tokens.
 
-    python benchmarks/islands.py                 all parts: about 15 minutes on two idle cores
+    python benchmarks/islands.py                 all parts: about 10 minutes on two idle cores
     python benchmarks/islands.py --parts loss    held-out losses alone: needs no root
 
 2 islands of 2 ranks train a byte-level GPT on the standard library's source. They go on from a
@@ -11,8 +11,6 @@ loss    Whole runs without a slow link, which does not change a loss.
 time    Some steps with 20 Mbit/s between the islands, which are network namespaces
         (benchmarks/hosts.py; root and iproute2), twice and in turn. The same steps without a limit
         must end at the same losses, to the last bit.
-kill    Two jobs, which meet at a store. All processes of island 1 are killed. 60 s later it is
-        started again, without a checkpoint.
 
 The result file has bytes of the ledger, which must be the closed form. A run of all parts writes
 the tables of docs/guides/islands.md.
@@ -23,16 +21,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
-from itertools import pairwise
 from math import cos, pi
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -48,7 +42,7 @@ from onefold.app.train.corpus import Windows, open_corpus, own_rows
 from onefold.planner.models.gpt import GPT, PRESETS
 
 ISLANDS, RANKS, EVERY = 2, 2, 30
-RATE, STORE_PORT = "20mbit", 29400
+RATE = "20mbit"
 ROWS, SEQ, HELD_OUT_ROWS, WARM_UP = 16, 64, 2048, 25
 PARALLEL, BEFORE = "data parallel", "before"
 FRAGMENTS, DELAY = 3, 6
@@ -80,7 +74,7 @@ TIMED = {PARALLEL: (2, 8), **dict.fromkeys(SCHEMES, (EVERY, 2 * EVERY))}
 class Trainer:
     """Trains runs, one after another, in a world of ranks."""
 
-    def __init__(self, model: str, seed: int, mesh: DeviceMesh | None = None) -> None:
+    def __init__(self, model: str, seed: int, mesh: DeviceMesh) -> None:
         self.preset, self.seed, self.mesh = PRESETS[model], seed, mesh
         self.corpus = open_corpus(None, SEQ)
         self.start: dict[str, Tensor] | None = None
@@ -101,7 +95,6 @@ class Trainer:
 
     def before(self, steps: int) -> None:
         """Train the model that all runs begin with: data parallel, at a constant learning rate."""
-        assert self.mesh is not None, "islands of one world"
         module, optimizer = self.build()
         onefold.shard(module, optimizer, stage=1, mesh=self.mesh)
         batches = self.batches(dist.get_rank(), seed=self.seed)
@@ -111,7 +104,6 @@ class Trainer:
 
     def run(self, scheme: str, steps: int, lr: float, timed: tuple[int, int]) -> Options:
         """One run: held-out loss at its end, bytes, and seconds of the steps on the clock."""
-        assert self.mesh is not None, "islands of one world"
         module, optimizer = self.build()
         islands = None
         if scheme in SCHEMES:
@@ -188,38 +180,6 @@ def work(jobs: list[Options], arguments: argparse.Namespace) -> None:
             print(json.dumps({"scheme": job["scheme"], **found}), flush=True)
 
 
-def live(job: Options, arguments: argparse.Namespace) -> None:
-    """One life of an island that is a job of its own; it tells each step.
-
-    It trains until two periods after an island joins that was away.
-    """
-    trainer = Trainer(arguments.model, arguments.seed)
-    module, optimizer = trainer.build()
-    onefold.shard(module, optimizer)
-    meeting = onefold.islands.Meeting(job["address"], island=job["island"], islands=ISLANDS)
-    options: Options = {"every": EVERY, "outer": averaging, "codec": "int4"}
-    islands = onefold.islands(module, optimizer, meeting=meeting, timeout=job["timeout"], **options)
-    is_second, was_away = job["life"] > 1, False
-    end = islands.num_steps + 2 * EVERY if is_second else None
-    batches = trainer.batches(job["island"] * RANKS + dist.get_rank(), seed=arguments.seed)
-    for _ in range(islands.num_steps):
-        next(batches)
-    while end is None or islands.num_steps < end:
-        loss = train(module, optimizer, next(batches), arguments.lr * warm(islands.num_steps))
-        islands.step()
-        members = len(islands.members)
-        was_away |= members < ISLANDS
-        if end is None and was_away and members == ISLANDS:
-            end = islands.num_steps + 2 * EVERY
-        if dist.get_rank() == 0:
-            told = {"step": islands.num_steps, "loss": loss, "members": members}
-            print(json.dumps({**told, "at": time.time()}), flush=True)
-    held_out = trainer.held_out(module)
-    if dist.get_rank() == 0:
-        counts = {"rounds": islands.num_rounds, "dropped": islands.num_dropped}
-        print(json.dumps({"end": end, "held_out": held_out, **counts}), flush=True)
-
-
 # the driver
 
 
@@ -282,79 +242,23 @@ def measure_times(arguments: argparse.Namespace) -> list[Options]:
     return torchrun(2 * jobs, RATE, arguments) + torchrun(jobs, None, arguments)
 
 
-def kill_one(arguments: argparse.Namespace) -> Options:
-    """Kill an island, start it again, and return all lines of each of the three lives."""
-    with Hosts(ISLANDS, RATE) as hosts, TemporaryDirectory() as folder:
-        store = [sys.executable, "-m", "onefold", "meet", "--port", str(STORE_PORT)]
-        hosts[0].popen(store, stdout=subprocess.DEVNULL)
-
-        def start(island: int, life: int = 1) -> tuple[subprocess.Popen[str], Path]:
-            job = {"island": island, "life": life, "timeout": arguments.timeout}
-            job["address"] = f"{hosts[0].address}:{STORE_PORT}"
-            command = worker(arguments, live=json.dumps(job))
-            own = ["--master-addr", "127.0.0.1", "--master-port", "29500"]
-            path = Path(folder, f"{island}-{life}")
-            launch = [*TORCHRUN, *own, "--nproc-per-node", str(RANKS), *command]
-            with path.open("w") as out:
-                return hosts[island].popen(launch, stdout=out), path
-
-        first, survivor = start(1), start(0)
-        await_line(first, lambda line: line["step"] == 2 * EVERY + EVERY // 2)
-        killed = time.time()
-        kill_all(hosts[1].name)
-        time.sleep(arguments.away)
-        second = start(1, life=2)
-        for each in (survivor, second):
-            await_line(each, lambda line: "end" in line)
-        lives = [read_lines(path) for _, path in (survivor, first, second)]
-    for line in (line for life in lives for line in life if "at" in line):
-        line["at"] -= killed  # seconds since then
-    return {"away": arguments.away, "timeout": arguments.timeout, "lives": lives}
-
-
-def kill_all(namespace: str) -> None:
-    """Kill every process of a host at once."""
-    listed = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True)
-    for pid in listed.stdout.split():
-        with suppress(ProcessLookupError):
-            os.kill(int(pid), signal.SIGKILL)
-
-
-def await_line(life: tuple[subprocess.Popen[str], Path], is_it: Any) -> None:
-    """Wait until a life tells a line; end the benchmark if it ends before."""
-    deadline = time.monotonic() + 600
-    while not any(map(is_it, read_lines(life[1]))):
-        if life[0].poll() is not None or time.monotonic() > deadline:
-            sys.exit(f"islands: {life[1].name} ended, or hangs, with {life[0].poll()}")
-        time.sleep(0.05)
-
-
-def read_lines(path: Path) -> list[Options]:
-    """What a life has told so far."""
-    return [json.loads(x) for x in path.read_text().splitlines() if x[:1] + x[-1:] == "{}"]
-
-
 def main() -> int:
     """Run the parts; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", help=argparse.SUPPRESS)
-    parser.add_argument("--live", help=argparse.SUPPRESS)
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--before", type=int, default=2000, help="steps of the first model")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--lr", type=float, help="peak learning rate; the preset's by default")
     parser.add_argument("--model", default="tiny", choices=PRESETS)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--away", type=float, default=60.0, help="seconds until it starts again")
-    parser.add_argument("--timeout", type=float, default=10.0, help="of islands, in the part kill")
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     arguments.lr = arguments.lr or PRESETS[arguments.model].lr
-    if arguments.jobs or arguments.live:
+    if arguments.jobs:
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
-        act = work if arguments.jobs else live
-        act(json.loads(arguments.jobs or arguments.live), arguments)
+        work(json.loads(arguments.jobs), arguments)
         dist.destroy_process_group()
         return 0
     about, lines = provenance(), list[str]()
@@ -433,43 +337,10 @@ def show_times(runs: list[Options]) -> list[str]:
     return lines
 
 
-def show_kill(found: Options) -> list[str]:
-    """What each island lost, in steps and seconds."""
-    whole, first, second = found["lives"]
-    steps = [line for line in whole if "step" in line]
-    ends = [whole[-1], second[-1]]
-    killed_at = [line["step"] for line in first][-1]
-    joined_at = next(line["step"] for line in second if "step" in line) - 1
-    pauses = [b["at"] - a["at"] for a, b in pairwise(steps)]
-    alone = sum(line["members"] == 1 for line in steps)
-    is_whole = [line["step"] for line in steps] == list(range(1, ends[0]["end"] + 1))
-    is_whole &= ends[0]["rounds"] == ends[0]["end"] // EVERY and not ends[0]["dropped"]
-    is_same = ends[0]["held_out"] == ends[1]["held_out"]
-    own = killed_at % EVERY
-    losses = [line["loss"] for line in steps]
-
-    def mean(start: int) -> float:
-        return sum(losses[start : start + EVERY]) / EVERY
-
-    lines = [
-        f"island 0: {len(steps)} steps, each once: {is_whole}; {ends[0]['rounds']} exchanges, "
-        f"{ends[0]['dropped']} dropped; {alone} steps alone; longest step {max(pauses):.1f} s",
-        f"island 1: killed after step {killed_at}, which loses {own} steps that it had not "
-        f"exchanged; away for {found['away']:.0f} s; goes on after step {joined_at}",
-        f"loss of island 0, mean of {EVERY} steps: {mean(killed_at - EVERY):.4f} before, "
-        f"{mean(joined_at - EVERY):.4f} before it joins, {mean(joined_at):.4f} after",
-        f"held-out loss at step {ends[0]['end']}: {ends[0]['held_out']:.5f} on island 0, "
-        f"{ends[1]['held_out']:.5f} on island 1",
-        f"it cost at most its own steps: {is_whole and is_same and own < EVERY}",
-    ]
-    return [f"- {line}" for line in lines]
-
-
 JOB = ("before", "steps", "lr", "model", "seed")
 PART = {
     "loss": (measure_losses, show_losses),
     "time": (measure_times, show_times),
-    "kill": (kill_one, show_kill),
 }
 PARTS = list(PART)
 

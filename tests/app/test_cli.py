@@ -212,7 +212,7 @@ def test_a_reader_that_has_left_ends_ranks_too(arguments, unread, step_device):
 
 def test_help_lists_the_flags_of_train_in_groups_and_examples_on_lines_of_their_own(capsys):
     commands = ("train", "plan", "check", "generate", "report", "doctor", "bench", "inspect",
-                "export", "meet")  # fmt: skip
+                "export")  # fmt: skip
     for command in commands:
         with pytest.raises(SystemExit):
             main([command, "--help"])

@@ -1,139 +1,167 @@
-"""Islands that are separate jobs: they meet at a store, one of them is killed and joins again."""
+"""Islands of real processes: the bits of threads, and errors that name a rank that is gone."""
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
-from datetime import timedelta
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import DeviceMesh
 
 import onefold
+from onefold.wire.collectives import Group
 from tests.support.forking import HANG_S, await_ended_threads
-from tests.support.island_runs import build
+from tests.support.island_runs import IslandRank, IslandRun, build, island_of, train_islands
+from tests.support.ranks import _process, run_processes, shorten_timeout
 
 pytestmark = pytest.mark.process
 
-RANKS, STEPS, EVERY, KILLED_AT = 2, 24, 4, 10
+LATE_S = 3.0
 
 
-def island(rank, number, port, folder, *, is_second_life):
-    """One rank of a job that trains until step `STEPS`; island 1 dies once."""
-    torch.set_num_threads(1)
-    url = f"file://{folder}/store-{number}-{is_second_life}"
-    limit = timedelta(seconds=HANG_S)
-    dist.init_process_group("gloo", url, limit, rank=rank, world_size=RANKS)
-    torch.manual_seed(number)  # other weights: those of island 0 count
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+RUN = IslandRun(
+    (3, 2, 1), onefold.islands.Periods(4, exp_avg=4, fragments=2, delay=1, keep=0.5), steps=9,
+    codec="int8", outer=None, optimizer=adamw,
+)  # fmt: skip
+
+
+def train(rank, folder):
+    found = IslandRank.start(rank, RUN)
+    found.train(RUN.data)
+    torch.save(found.weights(), f"{folder}/{rank}.pt")
+
+
+def test_islands_of_processes_have_the_bits_of_threads(tmp_path):
+    """Messages are under way while steps go on; islands have 3, 2 and 1 ranks."""
+    wanted = train_islands(RUN)
+    run_processes(6, train, str(tmp_path))
+    for rank, each in enumerate(wanted):
+        got = torch.load(tmp_path / f"{rank}.pt")
+        assert all(torch.equal(got[name], weight) for name, weight in each.weights.items()), rank
+
+
+def train_on_a_part(rank):
+    mesh = DeviceMesh("cpu", [[0, 1], [3, 4]], mesh_dim_names=("island", "rank"))
+    if rank == 2:
+        return
+    torch.manual_seed(rank // 3)  # other weights: those of island 0 count
     module = build()
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
-    onefold.shard(module, optimizer, stage=3)
-    meeting = onefold.islands.Meeting(f"127.0.0.1:{port}", island=number, islands=2)
-    handle = onefold.islands(module, optimizer, every=EVERY, meeting=meeting)
-    first = handle.num_steps
-    left_out = []
-    while handle.num_steps < STEPS:
-        if number == 1 and not is_second_life and handle.num_steps == KILLED_AT and rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if number == 0:  # it waits a second for the island that was killed
-            handle._members.timeout = 1.0 if handle.num_steps == 3 * EVERY - 1 else 60.0
-        if number == 0 and handle.num_steps == 4 * EVERY - 1:
-            left_out.append(handle.members)
-            Path(folder, f"left-out-{rank}").touch()
-            await_(lambda: handle._members._journal._wants(1))
-        x = torch.randn(4, 8, dtype=torch.float64)
-        module(x).pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        handle.step()
-    weights = onefold.full_state_dict(module, rank0_only=False)
-    found = {"weights": weights, "first": first, "left_out": left_out, "members": handle.members}
-    torch.save(found, f"{folder}/{number}-{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    optimizer = adamw(module.parameters())
+    onefold.shard(module, optimizer, mesh=mesh["rank"])
+    handle = onefold.islands(module, optimizer, every=2, mesh=mesh)
+    assert handle.island == rank // 3
+    found = IslandRank(IslandRun((6,)), rank, module, optimizer, handle)
+    found.train(IslandRun(steps=4).data)
+    total = sum(weight.sum() for weight in found.weights().values())
+    sums = [None] * 4
+    dist.all_gather_object(sums, total.item(), group=handle._places.group.handle)
+    assert len(set(sums)) == 1
 
 
-def await_(is_so):
-    deadline = time.monotonic() + HANG_S
-    while not is_so():
-        assert time.monotonic() < deadline, "hangs"
-        time.sleep(0.05)
+def test_islands_of_a_part_of_the_world_need_no_call_of_the_others():
+    run_processes(5, train_on_a_part)
 
 
-def start(number, port, folder, *, is_second_life=False):
-    context = get_context("fork")
-    found = [
-        context.Process(
-            target=island, args=(rank, number, port, folder),
-            kwargs={"is_second_life": is_second_life}, daemon=True,
-        )
-        for rank in range(RANKS)
-    ]  # fmt: skip
-    for process in found:
-        process.start()
-    return found
+def meet_without_cpu(rank):
+    """A stand-in for a world of NCCL alone: it sends nothing that lies in CPU memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend_config", lambda _: "cuda:nccl")
+        group = Group.over([0, 1], on_cpu=True)
+    assert group.handle is not dist.group.WORLD
+    assert group.all_reduced(torch.ones(1)).item() == 2
+    assert Group.over([0, 1], on_cpu=True).handle is dist.group.WORLD
 
 
-@pytest.fixture
-def port():
-    """The store where islands meet, as users start it."""
-    code = [sys.executable, "-m", "onefold", "meet", "--port", "0"]
-    with subprocess.Popen(code, stdout=subprocess.PIPE, text=True) as store:
-        assert store.stdout is not None
-        yield int(store.stdout.readline().split()[-1])
-        store.kill()
+def test_a_world_that_sends_no_cpu_memory_gets_a_group_that_does():
+    run_processes(2, meet_without_cpu)
 
 
-def test_an_island_that_is_killed_joins_again(port, tmp_path):
-    """It loses its own steps alone: the other one goes on, and afterwards both have one state."""
-    await_ended_threads()
-    folder = str(tmp_path)
-    processes = [*start(0, port, folder), *(first := start(1, port, folder))]
+# a rank that is gone
+
+
+def killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def ends_early():
+    os._exit(0)
+
+
+def lose_a_rank(rank, sizes, lost, how, folder):
+    """A rank ends before the second exchange. The others raise, then or as they wait for it."""
+    run = IslandRun(sizes, 2, steps=4, outer=None)
+    found = IslandRank.start(rank, run)
+    found.train(run.data[:3])
+    if rank == lost:
+        how()
+    begun = time.monotonic()
     try:
-        first[1].join(HANG_S)
-        assert first[1].exitcode == -signal.SIGKILL
-        first[0].join(HANG_S)  # its peer ends with an error
-        assert first[0].exitcode == 1
-        await_(lambda: Path(folder, "left-out-0").exists())
-        processes += start(1, port, folder, is_second_life=True)
-        for process in (*processes[:RANKS], *processes[-RANKS:]):
-            process.join(HANG_S)
-            assert process.exitcode == 0
-    finally:
-        for process in processes:
-            process.kill()
-    ends = {path.stem: torch.load(path) for path in Path(folder).glob("*.pt")}
-    assert sorted(ends) == ["0-0", "0-1", "1-0", "1-1"]
-    assert ends["0-0"]["left_out"] == [(0,)]
-    assert ends["1-0"]["first"] == 4 * EVERY, "it goes on from the others' step"
-    for end in ends.values():
-        assert end["members"] == (0, 1)
-        for name, weight in ends["0-0"]["weights"].items():
-            assert torch.equal(end["weights"][name], weight), name
+        found.train(run.data[3:])
+    except onefold.WireError as error:
+        said = f"{time.monotonic() - begun:.1f}\n{error}"
+        Path(folder, str(rank)).write_text(said)
+    os._exit(0)
 
 
-def test_a_store_that_is_not_there_is_named():
+@pytest.mark.parametrize(
+    ("sizes", "lost", "how"),
+    [((2, 1), 2, killed), ((2, 1), 1, ends_early), ((3, 2, 1), 1, killed)],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_a_rank_that_ends_is_named_on_all_others(sizes, lost, how, tmp_path):
+    await_ended_threads()
+    world_size, url = sum(sizes), f"file://{tmp_path}/store"
+    arguments = (world_size, url, HANG_S, lose_a_rank, (sizes, lost, how, str(tmp_path)))
+    context = mp.start_processes(
+        _process, arguments, nprocs=world_size, join=False, start_method="fork"
+    )
+    for process in context.processes:
+        process.join(HANG_S)
+    for rank in set(range(world_size)) - {lost}:
+        seconds, message = Path(tmp_path, str(rank)).read_text().split("\n", 1)
+        assert float(seconds) < HANG_S / 2, "long before the timeout"
+        is_beside = island_of(rank, sizes) == island_of(lost, sizes)  # its group has own numbers
+        assert (" ended" if is_beside else f"rank {lost} ended") in message, message
+
+
+def fail_in_turn(rank):
+    """One rank alone fails before ranks have met, in step(), and at last never comes."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2])]
     module = build()
-    onefold.shard(module)
-    meeting = onefold.islands.Meeting("127.0.0.1:9", island=0, islands=2)
-    with pytest.raises(onefold.WireError, match=r"a store at 127\.0\.0\.1:9"):
-        onefold.islands(module, every=2, meeting=meeting, timeout=1)
+    optimizer = adamw(module.parameters())
+    onefold.shard(module, optimizer, mesh=groups[rank // 2])
+    with pytest.raises(onefold.ConfigError, match="a mesh of two axes") as refused:
+        onefold.islands(module, optimizer, every=1, mesh="island" if rank == 1 else None)
+    assert rank == 1 or "rank 1: " in str(refused.value)
+    handle = onefold.islands(module, optimizer, every=1)
+    if rank == 1:
+        handle._anchors.check_trained = fail
+    kind, message = (
+        (ValueError, "on") if rank == 1 else (onefold.WireError, "rank 1: ValueError: on")
+    )
+    with pytest.raises(kind, match=f"{message} purpose"):
+        handle.step()
+    shorten_timeout(LATE_S)
+    if rank == 1:
+        time.sleep(2 * LATE_S)
+        os._exit(0)
+    with pytest.raises(onefold.WireError, match="of them"):
+        onefold.islands(module, optimizer, every=1)
+    os._exit(0)
 
 
-def test_private_names_of_torch_that_islands_need_are_there():
-    """If one is gone: outer/parcels.py needs another way to give gloo its address."""
-    from torch.distributed.distributed_c10d import ProcessGroupGloo, _get_default_store
+def fail(*_):
+    raise ValueError("on purpose")
 
-    options = ProcessGroupGloo._Options()
-    options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    options._timeout = timedelta(seconds=1)
-    store = dist.HashStore()
-    group = ProcessGroupGloo(store, 0, 1, options)
-    assert callable(group._allgather_base)
-    assert callable(_get_default_store)
+
+def test_a_rank_that_fails_alone_or_never_comes_ends_the_others_by_name():
+    run_processes(3, fail_in_turn)

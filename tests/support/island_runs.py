@@ -46,7 +46,6 @@ class IslandRun:
     stage: int = 3
     outer: Any = averaging
     codec: str | None = None
-    timeout: float = 60.0
     build: Callable[[], nn.Module] = build
     optimizer: Callable[[Any], torch.optim.Optimizer] = lambda p: torch.optim.SGD(p, lr=0.1)
     options: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -89,8 +88,7 @@ class IslandRank:
         module = seeded(run.build)
         found = IslandRank(run, rank, module, run.optimizer(module.parameters()))
         onefold.shard(module, found.optimizer, stage=run.stage, mesh=own, **run.options)
-        options = {"every": run.every, "outer": run.outer, "codec": run.codec}
-        options |= {"timeout": run.timeout, **arguments}
+        options = {"every": run.every, "outer": run.outer, "codec": run.codec, **arguments}
         found.handle = onefold.islands(module, found.optimizer, **options)
         return found
 

@@ -158,11 +158,11 @@ def test_gathers_and_reductions_of_a_units_regions_set_no_limit(recorded):
 
 
 def test_only_waits_on_gloo_have_a_limit():
-    """`Peers` gets messages of the CPU alone, and islands connect by gloo."""
+    """`Peers` gets messages of the CPU alone."""
     source = Path(onefold.__file__).parent
     limited = {
         str(path.relative_to(source))
         for path in source.rglob("*.py")
         if re.search(r"\bwork\w*\.wait\([^)]", path.read_text())
     }
-    assert limited == {"wire/peers.py", "outer/parcels.py"}
+    assert limited == {"wire/peers.py"}

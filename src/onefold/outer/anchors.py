@@ -92,7 +92,7 @@ class Anchors:
         if not torch.isfinite(values).all():
             unit = self.shares[index].unit
             wanted = f"finite weights in unit {unit.name!r}"
-            hint = "the other islands go on without this one; resume from its checkpoint"
+            hint = "lower the learning rate, or resume from a checkpoint"
             raise StateError(wanted, "NaN or Inf", where=unit.context.where, hint=hint)
         residual = self.residual(index)
         return values if residual is None else values.add_(residual)
@@ -156,49 +156,7 @@ class Anchors:
             share.unit.gather.forget_base()
         share.unit.forget()
 
-    # transfer and checkpoints
-
-    def describe_state(self) -> dict[str, Any]:
-        """The outer optimizer's numbers, and the names of its states like the anchor."""
-        groups = [
-            {k: v for k, v in group.items() if isinstance(v, int | float | bool | None)}
-            for group in self.outer.param_groups
-        ]
-        numbers, rows = list[dict[str, float]](), list[list[str]]()
-        for anchor in self.parameters:
-            state = dict.get(self.outer.state, anchor, {})
-            like = {
-                k for k, v in state.items() if isinstance(v, Tensor) and v.shape == anchor.shape
-            }
-            rows.append(sorted(like))
-            others = {k: v for k, v in state.items() if k not in like and v is not None}
-            numbers.append({k: float(v) for k, v in others.items()})
-        return {"groups": groups, "numbers": numbers, "rows": rows}
-
-    def state_rows(self, index: int, names: Sequence[str]) -> list[Tensor]:
-        """The anchor of a unit, and states of the outer optimizer like it."""
-        anchor = self.parameters[index]
-        state = dict.get(self.outer.state, anchor, {})
-        blank = torch.zeros_like(anchor)
-        return [anchor.detach(), *(state.get(name, blank) for name in names)]
-
-    @torch.no_grad()
-    def adopt(self, described: dict[str, Any], rows: list[list[Tensor]]) -> None:
-        """Take over another island's anchor and outer state, and its anchor as weights."""
-        for group, numbers in zip(self.outer.param_groups, described["groups"], strict=True):
-            group.update(numbers)
-        self.outer.state.clear()
-        for index, (anchor, *states) in enumerate(rows):
-            parameter = self.parameters[index]
-            parameter.copy_(anchor)
-            state = dict(zip(described["rows"][index], states, strict=True))
-            state |= {k: torch.tensor(v) for k, v in described["numbers"][index].items()}
-            if state:
-                self.outer.state[parameter] = state
-            residual = self.residual(index)
-            if residual is not None:
-                residual.zero_()
-            self.write(WEIGHTS, index, anchor)
+    # checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         """Anchors, residuals and the outer optimizer's state of this rank."""
@@ -215,8 +173,7 @@ class Anchors:
         saved = [*state["anchors"], *state["residuals"]]
         shapes, wanted = [list(t.shape) for t in saved], [list(t.shape) for t in own]
         if shapes != wanted:
-            hint = "resume with as many ranks, the same model and codec; or leave the state out: "
-            hint += "an island that joins takes over that of the others"
+            hint = "resume with as many ranks, the same model and codec"
             got, where = f"shapes {shapes}", self.shares[0].unit.context.where
             raise StateError(f"anchors of shapes {wanted}", got, where=where, hint=hint)
         for tensor, value in zip(own, saved, strict=True):

@@ -15,18 +15,14 @@ from onefold.compose.checks import as_list
 from onefold.engine.engine import Engine
 from onefold.engine.registry import engine_of
 from onefold.engine.watch import in_backward
-from onefold.errors import ConfigError, StateError, WireError
+from onefold.errors import ConfigError, StateError
 from onefold.outer.anchors import Anchors, OuterChoice, Share
-from onefold.outer.journal import JournalRecord
-from onefold.outer.membership import Meeting, Membership, find_place
 from onefold.outer.periods import Periods
-from onefold.outer.rounds import OuterRound
+from onefold.outer.places import Introduction, Places, compare, meet_everyone
+from onefold.outer.rounds import OuterRound, follow_first
 from onefold.unit.parameter import UnitParameter
-from onefold.wire.codec import codec_of
-from onefold.wire.together import together
-
-TIMEOUT_S = 60.0
-"""Seconds that islands wait for one another in a round by default."""
+from onefold.wire.codec import Codec, codec_of
+from onefold.wire.together import announcing, collect, refusing, same
 
 
 class islands:
@@ -40,7 +36,7 @@ class islands:
     A collective: every rank of every island calls it, and then `step()` after each
     `optimizer.step()`. Afterwards all islands have the weights of island 0. `onefold.save` saves
     anchors and outer state with the module. If `onefold.load` came before, islands resume from what
-    it read: all from the same step, or an older one takes over the state of the newest.
+    it read, all from the same step.
 
     Args:
         module: sharded over the ranks of this island.
@@ -54,26 +50,22 @@ class islands:
             feedback.
         mesh: axes (island, rank), whose second axis the module is sharded over. Default: the
             islands are the groups of ranks that shard together in this world, of any size.
-        meeting: an `onefold.islands.Meeting`: where islands meet that are separate jobs. They may
-            end and join again.
-        timeout: seconds that islands wait for one another. One that does not answer is left out
-            until it joins again.
 
     Attributes:
         outer: the outer optimizer: a learning rate schedule may change its groups.
         periods: when islands exchange which values.
+        island: the number of this rank's island.
         num_steps: calls of `step`, those of earlier runs included.
         num_rounds: exchanges that were applied.
-        num_dropped: exchanges that were given up, on all islands alike.
-        num_joined: how often this island took over the state of others after it was left out.
-        waited_s: seconds that this rank waited for messages of other islands. `Periods.delay` hides
-            them behind steps.
+        waited_s: seconds that this rank waited for other islands. `Periods.delay` hides the time
+            that messages take behind steps.
 
     Raises:
         ConfigError: a choice that cannot work, or islands with different models, stages, wires,
-            codecs, periods or outer optimizers: the message names the difference.
+            codecs, periods, outer optimizers or steps to resume from: the message names both.
         StateError: the module is not sharded.
-        WireError: an island does not come within the timeout.
+        WireError: a rank fails, ends or does not come, as in every collective:
+            `onefold.shard(timeout=)` says how long the others wait.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("island", "rank"))
@@ -87,10 +79,10 @@ class islands:
     2505.22549.
     """
 
-    Periods, Meeting = Periods, Meeting
+    Periods = Periods
     word, reshards = "islands", False
 
-    def __init__(  # noqa: PLR0913 - the contract
+    def __init__(
         self,
         module: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
@@ -99,71 +91,65 @@ class islands:
         outer: OuterChoice = None,
         codec: str | None = None,
         mesh: DeviceMesh | None = None,
-        meeting: Meeting | None = None,
-        timeout: float = TIMEOUT_S,
     ) -> None:
-        engine = self._engine = engine_of(module)
+        with refusing():
+            engine = self._engine = engine_of(module)
+            group = meet_everyone(engine.group, mesh)
+        made = list[tuple[Periods, Anchors, Codec | None]]()
 
-        def prepare() -> tuple[Periods, Anchors]:
+        def prepare() -> Introduction:
+            self._check_resting()
             periods = every if isinstance(every, Periods) else Periods(every)
+            coding = None if codec is None else codec_of(codec)
             optimizers = as_list(optimizer)
-            if codec is not None:
-                codec_of(codec)
-            if isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout <= 0:
-                wanted = "timeout to be a positive number of seconds"
-                raise ConfigError(wanted, repr(timeout), hint=f"{TIMEOUT_S:g} is the default")
             shares = _shares_of(engine, periods, optimizers)
-            return periods, Anchors(shares, optimizers, outer, feeds_back=codec is not None)
+            anchors = Anchors(shares, optimizers, outer, feeds_back=codec is not None)
+            made.append((periods, anchors, coding))
+            facts = [
+                f"stage {engine.recipe.stage.number}",
+                f"wire {engine.recipe.wire}",
+                f"codec {coding.name if coding else 'exact'}",
+                f"every {periods}",
+                f"outer {_described(anchors.outer)}",
+            ]
+            return Introduction.of(engine.group, shares, facts)
 
-        self.periods, anchors = together(engine.group, prepare)
-        place = find_place(engine.group, mesh, meeting, timeout)
-        coding = None if codec is None else codec_of(codec)
+        said = collect(group, prepare, ConfigError, compare)
+        ((self.periods, anchors, coding),) = made
         self.outer, self._anchors = anchors.outer, anchors
-        self.num_steps = self.num_rounds = self.num_dropped = self.num_joined = 0
+        self.num_steps = self.num_rounds = 0
         self.waited_s = 0.0
-        facts = {
-            "stage": engine.recipe.stage.number,
-            "wire": str(engine.recipe.wire),
-            "codec": "exact" if coding is None else coding.name,
-            "every": str(self.periods),
-            "outer": _described(anchors.outer),
-        }
-        self._members = Membership(engine.group, place, anchors.shares, coding, timeout, facts)
+        self._places = Places(group, said, anchors.shares, coding)
         self._pending: OuterRound | None = None
         self.resume(engine.companions.join(self))
 
     @property
     def island(self) -> int:
-        return self._members.island
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """The islands that took part in the last exchange, or will in the next."""
-        return self._members.record.members
+        return self._places.island
 
     def step(self) -> None:
         """Count a step, and exchange with the other islands if it is time to.
 
-        A collective of the island, and of all islands where they exchange. An exchange that fails
-        is repeated among the islands that answer. If that does not help it is dropped, on all
-        alike: nothing changes, and the next one has the steps of both.
+        A collective of all islands where they exchange: all ranks agree on the values first.
 
         Raises:
-            StateError: inside forward or backward, islands exchange different values, or a
-                parameter trains that was frozen or absent when onefold.islands was called.
-            WireError: the store where islands meet has gone.
+            StateError: inside forward or backward, islands exchange different values, weights are
+                not finite, or a parameter trains that was frozen or absent when onefold.islands
+                was called.
+            WireError: a rank fails, ends or does not come.
         """
-        self._check_resting()
-        self._anchors.check_trained(self._engine.units)
-        self.num_steps += 1
-        pending = self._pending
-        if pending is not None and self.num_steps >= pending.step + self.periods.delay:
-            self.finish()
-        due = self.periods.due(self.num_steps)
-        if due is not None:
-            self._start(*due)
-            if self.periods.delay == 0:
+        with announcing(self._places.group):
+            self._check_resting()
+            self._anchors.check_trained(self._engine.units)
+            self.num_steps += 1
+            pending = self._pending
+            if pending is not None and self.num_steps >= pending.step + self.periods.delay:
                 self.finish()
+            due = self.periods.due(self.num_steps)
+            if due is not None:
+                self._start(*due)
+                if self.periods.delay == 0:
+                    self.finish()
 
     def finish(self) -> None:
         """Apply the exchange that is under way, if there is one: before an evaluation, or the end.
@@ -173,25 +159,36 @@ class islands:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        self._rest()
-        members = self._members
-        while True:
+        with announcing(self._places.group):
+            self._rest()
             begun = time.monotonic()
-            deadline = pending.receive(members, members.timeout)
+            pending.wait()
             self.waited_s += time.monotonic() - begun
-            verdict = members.verdict(deadline, pending.failure, pending.step, pending.work)
-            if members.island not in verdict.members:
-                self._join()
-                return
-            if verdict.is_committed:
-                pending.apply(members, self._anchors, self.periods.keep)
-                self.num_rounds += 1
-                self._transfer()
-                return
-            if verdict.is_dropped:
-                self.num_dropped += 1
-                return
-            pending.start(members, self._engine.ledger)
+            pending.apply(self._places, self._anchors, self.periods.keep)
+            self.num_rounds += 1
+
+    def _start(self, fragment: int, kinds: Sequence[str]) -> None:
+        """Begin to exchange values of the units of one fragment."""
+        self._rest()
+        anchors = self._anchors
+        units = self.periods.units_of(fragment, len(anchors.shares))
+        made = list[tuple[OuterRound, float]]()
+
+        @torch.no_grad()
+        def prepare() -> list[str]:
+            sent = {
+                (kind, index): anchors.to_send(kind, index) for kind in kinds for index in units
+            }
+            pending = OuterRound(self.num_steps, fragment, sent)
+            made.append((pending, time.monotonic()))
+            return [pending.work, *(f"{name} is frozen" for _, _, name in anchors.frozen(units))]
+
+        hint = "call step() of the handle once after each optimizer step, on every rank"
+        same(self._places.group, prepare, "exchange of islands", hint=hint, kind=StateError)
+        ((pending, begun),) = made
+        self.waited_s += time.monotonic() - begun
+        pending.start(self._places, self._engine.ledger)
+        self._pending = pending
 
     # checkpoints (`Companion`)
 
@@ -210,17 +207,25 @@ class islands:
         return {**counts, "pending": under_way, **self._anchors.state_dict()}
 
     def resume(self, state: dict[str, Any] | None) -> None:
-        """Meet the other islands, and take over the newest state among them. A collective.
+        """Go on from a `rank_state`, or from the weights of island 0. A collective of all islands.
 
-        Raises `StateError` for a state of another model, codec or number of ranks.
+        Raises `StateError` for a state of another model, codec or number of ranks, `ConfigError` if
+        ranks have states of different steps.
         """
-        self._check_resting()
-        together(self._members.group, lambda: self._take_over(state))
-        self._members.meet(self.num_steps)
-        self._transfer()
+
+        def take_over() -> list[str]:
+            self._check_resting()
+            self._take_over(state)
+            under_way = [] if self._pending is None else [self._pending.work]
+            return ["no state" if state is None else f"step {self.num_steps}", *under_way]
+
+        hint = "load the checkpoints of one step on all islands, or none"
+        what = "step of islands to go on from"
+        same(self._places.group, take_over, what, hint=hint, kind=ConfigError)
+        if state is None:
+            follow_first(self._places, self._anchors, self._engine.ledger)
         if self._pending is not None:
-            self._pending.start(self._members, self._engine.ledger)
-        self.num_joined = 0
+            self._pending.start(self._places, self._engine.ledger)
 
     def _take_over(self, state: dict[str, Any] | None) -> None:
         self._rest()
@@ -234,76 +239,6 @@ class islands:
         if pending is not None:
             sent: dict[tuple[str, int], Tensor] = {(k, i): rows for k, i, rows in pending["sent"]}
             self._pending = OuterRound(pending["step"], pending["fragment"], sent)
-
-    def _start(self, fragment: int, kinds: Sequence[str]) -> None:
-        """Begin to exchange values of the units of one fragment."""
-        self._rest()
-        anchors = self._anchors
-        items = [
-            (k, i) for k in kinds for i in self.periods.units_of(fragment, len(anchors.shares))
-        ]
-        with torch.no_grad():
-            sent = together(
-                self._members.group, lambda: {item: anchors.to_send(*item) for item in items}
-            )
-        frozen = [name for _, _, name in anchors.frozen(dict.fromkeys(i for _, i in items))]
-        self._pending = OuterRound(self.num_steps, fragment, sent, frozen)
-        self._pending.start(self._members, self._engine.ledger)
-
-    # islands that join
-
-    def _join(self) -> None:
-        """This island was left out: wait for the others' next exchange and take over its state."""
-        self._members.meet(self.num_steps)
-        self._transfer()
-        self.num_joined += 1
-
-    def _transfer(self) -> None:
-        """Send, or take over, the state of the source, if the last record has islands that join."""
-        members = self._members
-        while (record := members.record).adopters:
-            self._pending = None
-            failure, described, rows = "", dict[str, Any](), list[list[Tensor]]()
-            deadline = time.monotonic() + members.timeout
-            try:
-                described, rows = self._send_state(record, deadline)
-            except (WireError, RuntimeError) as error:
-                failure = str(error).splitlines()[0]
-            deadline = max(deadline, time.monotonic())
-            verdict = members.verdict(deadline, failure, record.index, "state")
-            if members.island not in verdict.members:
-                members.meet(self.num_steps)
-            elif verdict.is_committed and members.island in record.adopters:
-                self._rest()
-                self._anchors.adopt(described, rows)
-                self.num_steps = described["num_steps"]
-
-    def _send_state(
-        self, record: JournalRecord, deadline: float
-    ) -> tuple[dict[str, Any], list[list[Tensor]]]:
-        """Send the source's anchors and outer state to all, unit by unit; return them."""
-        members, anchors = self._members, self._anchors
-        if members.island == record.source:
-            members.note({**anchors.describe_state(), "num_steps": self.num_steps})
-        described = members.read_note(deadline)
-        members.connect()
-        source, received = record.members.index(record.source), list[list[Tensor]]()
-        is_source = members.island == record.source
-        for index, names in enumerate(described["rows"]):
-            rows = anchors.state_rows(index, names)
-            for at, values in enumerate(rows):
-                into = torch.zeros_like(values)
-                for message in members.messages(index, exact=True):
-                    packed = message.pack(values)
-                    arriving = members.links.broadcast(message.owners, packed, source)
-                    arriving.wait(time.monotonic() + members.timeout, members.has_failed)
-                    message.unpack(arriving.messages[0], into)
-                    if is_source:
-                        nbytes = members.links.sent_nbytes(packed)
-                        self._engine.ledger.sent("islands join", nbytes)
-                rows[at] = into
-            received.append(rows if members.island in record.adopters else [])
-        return described, received
 
     # guards
 

@@ -62,15 +62,19 @@ class Group:
         return Group(dist.get_rank(handle), dist.get_world_size(handle), handle)
 
     @staticmethod
-    def over(ranks: list[int]) -> Group:
-        """The group of these global ranks, this one among them. A collective over them."""
-        if len(ranks) == dist.get_world_size():
-            return Group.of(dist.group.WORLD)
+    def over(ranks: list[int], *, on_cpu: bool = False) -> Group:
+        """The group of these global ranks, this one among them. A collective over them.
+
+        `on_cpu`: for tensors in CPU memory, which the backend of the world may not send.
+        """
         world = cast("dist.ProcessGroup", dist.group.WORLD)
+        lacks_cpu = on_cpu and "cpu:" not in dist.get_backend_config(world)
+        if len(ranks) == dist.get_world_size() and not lacks_cpu:
+            return Group.of(world)
         bound = world.bound_device_id
         # then NCCL would split the world's communicator, and wait for ranks outside the group
         splits = bound is not None and world._get_backend(bound).supports_splitting
-        backend = "gloo" if splits else None
+        backend = "gloo" if splits or lacks_cpu else None
         with named(f"ranks {ranks} to begin a group"):
             handle = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
         return Group.of(handle if isinstance(handle, dist.ProcessGroup) else None)

@@ -108,7 +108,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 def _parser() -> argparse.ArgumentParser:
     import onefold
-    from onefold.app.cli import bench, check, doctor, generate, meet, plan, read_back, train
+    from onefold.app.cli import bench, check, doctor, generate, plan, read_back, train
     from onefold.app.cli.arguments import Parser
 
     parser = Parser(
@@ -121,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(run=lambda *_: parser.print_help() or 0)
     for add in (
         train.add_to, plan.add_to, check.add_to, generate.add_to, read_back.add_report,
-        doctor.add_to, bench.add_to, read_back.add_checkpoints, meet.add_to,
+        doctor.add_to, bench.add_to, read_back.add_checkpoints,
     ):  # fmt: skip
         add(commands)
     return parser
