@@ -14,8 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from math import prod
+from operator import add
 
 from onefold.layout.cut import Cut, Range, Shares, cut_of
 
@@ -53,8 +55,7 @@ class Slot:
     @staticmethod
     def of(fqn: str, cut: Cut, full_offset: int, shard_offsets: tuple[int, ...]) -> Slot:
         """The slot of a parameter that is cut by `cut`."""
-        pieces = cut.slab_ranges if cut.num_slabs == 1 else ()
-        return Slot(fqn, cut.shape, full_offset, pieces, shard_offsets, cut, cut.num_slabs)
+        return Slot(fqn, cut.shape, full_offset, _pieces(cut), shard_offsets, cut, cut.num_slabs)
 
     @property
     def numel(self) -> int:
@@ -120,10 +121,7 @@ class Layout:
         for fqn, shape in names_and_shapes:
             cut = cut_of(tuple(shape), world_size, shares, by_rows=by_rows)
             slots.append(Slot.of(fqn, cut, full_offset, tuple(shard_ends)))
-            shard_ends = [
-                end + round_up(cut.piece_numel(rank), multiple)
-                for rank, end in enumerate(shard_ends)
-            ]
+            shard_ends = list(map(add, shard_ends, _rooms(cut, multiple)))
             full_offset += round_up(prod(shape), ALIGN_NUMEL)
             if world_size == 1:
                 shard_ends = [full_offset]
@@ -148,6 +146,18 @@ class Layout:
         after = self.slots[last + 1 :]
         stop = after[0].shard_offsets[rank] if after else self.shard_numels[rank]
         return self.slots[first].shard_offsets[rank], stop
+
+
+@lru_cache(maxsize=4096)  # blocks are alike
+def _pieces(cut: Cut) -> tuple[Range, ...]:
+    """`Slot.pieces` of a parameter."""
+    return cut.slab_ranges if cut.num_slabs == 1 else ()
+
+
+@lru_cache(maxsize=4096)
+def _rooms(cut: Cut, multiple: int) -> tuple[int, ...]:
+    """Elements of each rank's shard that a piece takes."""
+    return tuple(round_up(cut.piece_numel(rank), multiple) for rank in range(len(cut.ranges)))
 
 
 def split_at(spans: Sequence[Range], numel: int) -> list[int]:
