@@ -89,7 +89,7 @@ def __getattr__(name: str) -> Any:
         return import_module(_ROOMS[name])
     if name not in _MODULES:
         raise AttributeError(f"module 'onefold' has no attribute {name!r}")
-    import_module("onefold.adapters.versions").check_torch()
+    import_module("onefold.versions").check_torch()
     return getattr(import_module(_MODULES[name]), name)
 
 

@@ -17,8 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import onefold
-from onefold import compat
-from onefold.adapters import versions
+from onefold import compat, versions
 from onefold.app.tools import machine
 from onefold.errors import ConfigError
 

@@ -27,7 +27,6 @@ from torch.optim import Optimizer
 from onefold.adapters.hf.conflicts import COMPUTE, refuse_device_map, refuse_other_engines
 from onefold.adapters.hf.saving import WholeWeights
 from onefold.adapters.hf.wrap import PREPARED, cast_outputs, mark_prepared, run_under_autocast
-from onefold.adapters.versions import warn_if_untested
 from onefold.api import shard
 from onefold.checkpoint import agreement
 from onefold.checkpoint.directory import prune
@@ -39,6 +38,7 @@ from onefold.config import precision_of
 from onefold.engine.precision import GradScaler
 from onefold.engine.registry import engine_of, is_sharded
 from onefold.errors import ConfigError
+from onefold.versions import warn_if_untested
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

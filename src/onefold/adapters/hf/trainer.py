@@ -44,7 +44,6 @@ from onefold.adapters.hf.saving import (
     newest,
 )
 from onefold.adapters.hf.wrap import mark_prepared, run_under_autocast
-from onefold.adapters.versions import warn_if_untested
 from onefold.api import shard
 from onefold.checkpoint.agreement import together
 from onefold.checkpoint.load import load
@@ -54,6 +53,7 @@ from onefold.engine.registry import engine_of, is_sharded
 from onefold.errors import ConfigError, StateError
 from onefold.inference.stream import generating
 from onefold.layout.units import UnitChoice
+from onefold.versions import warn_if_untested
 from onefold.wire_config import WireChoice
 
 CHOICES = "_onefold_choices"

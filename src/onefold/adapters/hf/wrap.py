@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from onefold.adapters.hf.conflicts import refuse_device_map
-from onefold.adapters.versions import warn_if_untested
 from onefold.api import accumulate, shard, unsharded
 from onefold.engine.registry import engine_of, is_sharded
 from onefold.errors import StateError
 from onefold.inference.stream import generating
 from onefold.unit.dtensors import ReplicatedParameter, ShardedParameter
+from onefold.versions import warn_if_untested
 
 PREPARED = "_is_accelerate_prepared"
 """Read by `Accelerator.prepare_model`, which otherwise wraps a module."""

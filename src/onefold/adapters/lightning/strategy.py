@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 
 from onefold.adapters.lightning import checkpoint_io as checkpoints
 from onefold.adapters.lightning.trainer import Sharding, TrainerStrategy, share_buffers
-from onefold.adapters.versions import warn_if_untested
 from onefold.api import accumulate
 from onefold.config import StageChoice
 from onefold.engine.registry import is_sharded
 from onefold.errors import CheckpointError, ConfigError, StateError
+from onefold.versions import warn_if_untested
 from onefold.wire.ranks import as_timeout
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from onefold.adapters.versions import outside
 from onefold.app.measure import highest_rate
 from onefold.app.tools.bandwidth import Ask, measure_link
 from onefold.compat import lacks
@@ -32,6 +31,7 @@ from onefold.tier.host import (
     usable_cores,
     versions,
 )
+from onefold.versions import outside
 from onefold.wire.world import World
 
 COPY_NBYTES = 128 * MIB
