@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage
 
 import onefold
 from onefold.checkpoint.offline import inspect
-from onefold.checkpoint.stages import TIE
+from onefold.engine.pipelined import TIE
 from onefold.errors import CheckpointError
 from onefold.planner.models.gpt import GPT, GPTStage
 from tests.support.composed import LR, Named, batch, check_bits, gpt, loss_of, of_all, state_of

@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from onefold.axes.moves import gathered
 from onefold.axes.sequence.attention import LABEL, HeadCut, SplitAttention
 from onefold.errors import ConfigError, StateError
 from onefold.wire.collectives import Group
+from onefold.wire.moves import gathered
 from tests.support.ranks import run_processes, run_ranks
 
 ROWS, LOCAL, WIDTH = 2, 3, 4

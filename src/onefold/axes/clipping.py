@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from onefold.axes.moves import of_ranks
 from onefold.engine.pipelined import Pipeline
 from onefold.engine.registry import find_engine, owner_of
 from onefold.errors import ConfigError, StateError
 from onefold.wire.collectives import Group
+from onefold.wire.moves import of_ranks
 
 IS_COPY = "_onefold_is_copy"
 """The attribute of every copy but the first of a weight that pipeline stages share: the norm counts

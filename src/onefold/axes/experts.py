@@ -35,13 +35,13 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.func import functional_call
 
 from onefold.axes.listed_experts import stacked, without_values
-from onefold.axes.moves import moved, of_ranks
 from onefold.errors import ConfigError
 from onefold.layout.cut import bounds_of
 from onefold.layout.model_axes import dtensor_of
 from onefold.tier import accelerator
 from onefold.wire import ranks as meshes
 from onefold.wire.collectives import Group
+from onefold.wire.moves import moved, of_ranks
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from onefold.checkpoint.directory import OptimizerRecord
 from onefold.checkpoint.packed_weights import notes_of
 from onefold.engine.engine import Engine
 from onefold.engine.joining import binding_of
+from onefold.engine.pipelined import TIE, TiedCopy
 from onefold.engine.registry import engine_of
 from onefold.engine.structure import rename
 from onefold.errors import CheckpointError
@@ -29,17 +30,6 @@ from onefold.unit.parameter import UnitParameter
 from onefold.wire.collectives import Group
 
 EXTRA_STATE = "_extra_state"
-
-TIE = "_onefold_tie"
-"""The attribute of a sharded parameter that several stages of a pipeline hold: a `TiedCopy`."""
-
-
-@dataclass(frozen=True, slots=True)
-class TiedCopy:
-    """One copy of a weight that stages share. `key`: the same for all copies."""
-
-    key: str
-    is_copy: bool  # False: the first one
 
 
 @dataclass(frozen=True, slots=True)

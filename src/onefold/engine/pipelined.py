@@ -23,6 +23,17 @@ PIPELINE = "_onefold_pipeline"
 INFERENCE = "_forward_metadata_inference"
 """The function of a stage that runs its module on memory without values, to learn shapes."""
 
+TIE = "_onefold_tie"
+"""The attribute of a sharded parameter that several stages of a pipeline hold: a `TiedCopy`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TiedCopy:
+    """One copy of a weight that stages share. `key`: the same for all copies."""
+
+    key: str
+    is_copy: bool  # False: the first one
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pipeline:

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from onefold.axes.moves import swap
 from onefold.engine.engine import Engine
 from onefold.engine.optimizer import OptimizerBinding
 from onefold.layout.cut import Range
@@ -26,6 +25,7 @@ from onefold.layout.rows import Slot
 from onefold.unit.context import Context
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.unit import Unit
+from onefold.wire.moves import swap
 
 TRAFFIC = "reshare"
 """The name of these bytes in a report."""

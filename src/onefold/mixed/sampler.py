@@ -8,18 +8,17 @@ from hashlib import blake2b
 from itertools import pairwise
 from math import isfinite
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Sampler, default_collate
 
-from onefold.axes.moves import of_ranks
 from onefold.errors import ConfigError, StateError
 from onefold.layout.cut import bounds_of
 from onefold.mixed.speeds import RowSpeeds, even, measure
 from onefold.wire import ranks as meshes
-from onefold.wire.collectives import Group
+from onefold.wire.moves import mean_count
 
 _SCALE = 1 << 30  # weights as whole numbers
 
@@ -307,13 +306,6 @@ def weigh(loss_sum: Tensor, num_tokens: int | Tensor, *, mesh: meshes.MeshChoice
     group = meshes.resolve(mesh).everyone
     dtype = torch.promote_types(loss_sum.dtype, torch.float32)  # fp16 ends at 65,504 tokens
     return loss_sum.to(dtype) / mean_count(num_tokens, group, loss_sum.device).to(dtype)
-
-
-def mean_count(num_tokens: int | Tensor, group: Group, device: torch.device) -> Tensor:
-    """Return the mean over the ranks of a count, 1 if it is zero everywhere. A collective."""
-    mine = torch.as_tensor(num_tokens, dtype=torch.float64, device=device).reshape(1)
-    mean = of_ranks(group, mine, "an exchange of token counts").mean()
-    return cast("Tensor", torch.where(mean > 0, mean, torch.ones_like(mean)))
 
 
 def check_shares(shares: Sequence[float], world_size: int) -> tuple[float, ...]:

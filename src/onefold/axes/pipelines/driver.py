@@ -35,13 +35,13 @@ import torch
 from torch import Tensor
 
 from onefold.axes.clipping import IS_COPY
-from onefold.axes.moves import swap
-from onefold.checkpoint.stages import TIE, TiedCopy
 from onefold.engine.driving import Drive, StageDrives
 from onefold.engine.engine import Engine
+from onefold.engine.pipelined import TIE, TiedCopy
 from onefold.errors import ConfigError
 from onefold.unit.parameter import UnitParameter
 from onefold.wire.collectives import Group
+from onefold.wire.moves import swap
 
 
 class StageDriver:

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from onefold.axes.moves import gathered, moved, swap
 from onefold.errors import ConfigError, StateError
 from onefold.wire.collectives import Group
+from onefold.wire.moves import gathered, moved, swap
 
 LABEL = "an all-to-all of attention over a split sequence"
 

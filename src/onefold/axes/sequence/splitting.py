@@ -24,7 +24,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from onefold.axes.moves import gathered
 from onefold.axes.sequence.attention import LABEL, AttentionMode, SplitAttention
 from onefold.axes.sequence.attention_calls import (
     Calls,
@@ -41,6 +40,7 @@ from onefold.errors import ConfigError, StateError
 from onefold.layout.module_tree import uncompiled
 from onefold.wire import ranks as meshes
 from onefold.wire.collectives import Group
+from onefold.wire.moves import gathered
 
 MARK = "_onefold_sequence"
 """The attribute of a module that is split."""

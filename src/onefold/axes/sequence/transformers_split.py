@@ -38,8 +38,8 @@ from onefold.axes.sequence.attention_calls import (
 )
 from onefold.engine.registry import find_engine
 from onefold.errors import ConfigError, StateError
-from onefold.mixed.sampler import mean_count
 from onefold.wire.collectives import Group
+from onefold.wire.moves import mean_count
 from onefold.wire.ranks import of_tokens
 
 NAME = "onefold_sequence"

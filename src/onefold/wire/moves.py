@@ -83,6 +83,13 @@ def of_ranks(group: Group, mine: Tensor, label: str) -> Tensor:
     return everyone
 
 
+def mean_count(num_tokens: int | Tensor, group: Group, device: torch.device) -> Tensor:
+    """Return the mean over the ranks of a count, 1 if it is zero everywhere. A collective."""
+    mine = torch.as_tensor(num_tokens, dtype=torch.float64, device=device).reshape(1)
+    mean = of_ranks(group, mine, "an exchange of token counts").mean()
+    return torch.where(mean > 0, mean, torch.ones_like(mean))
+
+
 def _gather(group: Group, dim: int, label: str, piece: Tensor) -> tuple[Tensor]:
     return (torch.cat(of_ranks(group, piece, label).unbind(), dim),)
 

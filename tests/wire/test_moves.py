@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from onefold.axes.moves import gathered, moved, of_ranks, swap
 from onefold.wire.collectives import Group
+from onefold.wire.moves import gathered, moved, of_ranks, swap
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.parametrize("world_size", [1, 3])
