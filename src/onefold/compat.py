@@ -1,7 +1,8 @@
 """What torch 2.11 to 2.15 call by different names, or lack. No other file chooses between these.
 
 torch 2.11 and 2.12   older names of three collectives, and no rule for `detach_` of a DTensor
-torch 2.11            no time limit in the launcher, and no exchange of bytes between storages
+torch 2.11            no rule for `is_pinned` of a DTensor, no time limit in the launcher, and no
+                      exchange of bytes between storages
 """
 
 from __future__ import annotations
@@ -63,9 +64,10 @@ def known_fields(kind: Callable[..., Any], **fields: Any) -> dict[str, Any]:
 
 
 def add_missing_rules() -> None:
-    """Let inference mode gather DTensors: it calls `detach_`, for which torch 2.11 has no rule.
+    """Let inference mode gather DTensors, and DLPack see that they are not pinned.
 
-    torch 2.13 gives it the rule of `detach`.
+    The one calls `detach_`, for which torch 2.11 has no rule: torch 2.13 gives it that of `detach`.
+    The other calls `is_pinned`, which torch 2.12 answers for the rows of a rank.
     """
     from torch.distributed.tensor import DTensor
 
@@ -74,6 +76,8 @@ def add_missing_rules() -> None:
     rule = rules.get(aten.detach.default)  # torch 2.15 keeps both rules elsewhere
     if rule is not None:
         rules.setdefault(aten.detach_.default, rule)
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handlers.setdefault(aten.is_pinned.default, lambda op, args, _: op(args[0]._local_tensor))
 
 
 def lacks() -> str:
