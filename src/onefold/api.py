@@ -11,8 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from onefold.compose.build import build
+from onefold.compose.parts import Choices
 from onefold.compose.quantizing import quantize_frozen
-from onefold.compose.resolve import Choices, examine, examine_together, resolve
+from onefold.compose.resolve import examine, examine_together, resolve
 from onefold.config import OffloadChoice, PrecisionChoice, StageChoice
 from onefold.engine import adapters
 from onefold.engine import unsharded as whole_parameters

@@ -17,7 +17,7 @@ import onefold
 from onefold import ConfigError, api
 from onefold.app.train.memory_table import measure
 from onefold.checkpoint.offline import export
-from onefold.compose.resolve import Choices
+from onefold.compose.parts import Choices
 from onefold.engine.registry import engine_of
 from onefold.layout.cut import cut_of
 from tests.support.planned import is_equal

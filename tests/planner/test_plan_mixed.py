@@ -13,7 +13,7 @@ from torch import nn
 
 import onefold
 from onefold import api
-from onefold.compose.resolve import Choices
+from onefold.compose.parts import Choices
 from onefold.config import stage_of
 from onefold.errors import ConfigError
 from onefold.planner.clusters import Cluster, parsed

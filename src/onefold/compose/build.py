@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from onefold.compose import cut_axes as model_axes
 from onefold.compose.cut_axes import AxesOfCuts
 from onefold.compose.own_meshes import UnitRanks, check_adapters
-from onefold.compose.resolve import ModuleParts, Resolved
+from onefold.compose.parts import ModuleParts, Resolved
 from onefold.compose.routes import Links, routes_of
 from onefold.compose.tiers import budget_of, build_tiers, describe
 from onefold.config import STAGES, Offload

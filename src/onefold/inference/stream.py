@@ -8,8 +8,9 @@ from dataclasses import replace
 from torch import nn
 
 from onefold.compose import checks
+from onefold.compose.parts import Arguments, Choices
 from onefold.compose.quantizing import KeptExact, quantize_for_products
-from onefold.compose.resolve import Arguments, Choices, examine, examine_together
+from onefold.compose.resolve import examine, examine_together
 from onefold.config import Inference, Offload, Precision, nearest_word, offload_of
 from onefold.engine.registry import engine_of
 from onefold.engine.watch import in_backward
