@@ -26,7 +26,7 @@ EDITED_IN_FILES = Refusal(
 )
 TWO_KEEPERS = Refusal(
     "one optimizer with a state {1!r} of {0!r}, which is offloaded",
-    "a step of another one, beside the state of the first",
+    "a step of another one, and the first has such a state",
     "delete the first optimizer, or keep states on the device: offload=None",
 )
 TOUCHED = Refusal(
