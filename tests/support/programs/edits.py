@@ -54,7 +54,11 @@ def edit_one(p: Process, how: str = "constant_", number: int = 0) -> None:
     if how == "constant_":
         torch.nn.init.constant_(q, 0.2)
     elif how == "normal_":
-        torch.nn.init.normal_(q, std=0.1, generator=torch.Generator().manual_seed(7))
+        # shards are contiguous, and numbers are drawn in the order of memory
+        out = torch.empty_like(q, memory_format=torch.contiguous_format) if p.is_plain else q
+        torch.nn.init.normal_(out, std=0.1, generator=torch.Generator().manual_seed(7))
+        with torch.no_grad():
+            q.copy_(out)
     elif how == "first row":
         if q.dim() and len(q):
             with torch.no_grad():
