@@ -621,12 +621,15 @@ def test_a_failed_backward_loses_the_sums_before_it_and_nothing_else(
     run_ranks(world_size, body)
 
 
-@rows
-def test_gradients_that_are_assigned_after_a_failed_backward_stay(world_size, stage):
+@pytest.mark.parametrize("fails", ["between blocks", "at the end"])
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 0), *ROWS])
+def test_gradients_that_are_assigned_after_a_failed_backward_stay(world_size, stage, fails):
     def script(module: nn.Module) -> None:
-        module.fails = True
+        module.fails = fails == "between blocks"
+        x = X.clone().requires_grad_()
+        x.register_hook(_raise)
         with pytest.raises(Oops):
-            module(X).sum().backward()
+            module(x).sum().backward()
         module.fails = False
         for p in module.parameters():
             p.grad = torch.full_like(p, 0.5)

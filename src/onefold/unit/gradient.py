@@ -139,7 +139,8 @@ class UnitGradient:
         with torch._C.DisableTorchFunctionSubclass():
             self._stand_ins.take_back(self.shown)
             for parameter in self.partial:
-                parameter.unsharded.grad = None
+                if parameter.unsharded is not parameter.sharded:  # else `discard` has, and
+                    parameter.unsharded.grad = None  # what is there now was assigned since
         self._count_reduced(list(self.partial))
         self.reduction.drop(range(len(self._parameters)))
 
