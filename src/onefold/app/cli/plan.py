@@ -165,7 +165,7 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
     gpus, ranks = arguments.gpus, arguments.ranks
     if ranks:
         hint = "leave one of the two out: --ranks plans for processes on the CPU"
-        _refuse(arguments, ("gpus", "cluster"), "--ranks without GPUs", "it with {}", hint)
+        _refuse(arguments, ("gpus", "cluster"), "--ranks alone", "--gpu or --gpus, too", hint)
     machine = None if arguments.cluster is None else machine_of(arguments.cluster)
     has_gpus = accelerator.kind() is not None
     has_machine = gpus is not None or machine is not None
