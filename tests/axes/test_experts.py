@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import onefold
+from onefold.checkpoint.metadata import SavedTensor
+from onefold.checkpoint.source import Source, unstack
 from onefold.compose import own_meshes
 from onefold.engine.precision import are_gradients_finite
 from onefold.engine.registry import engine_of
@@ -99,6 +102,30 @@ def test_a_checkpoint_of_listed_experts_loads_into_the_list(world, stage, tmp_pa
     wanted = run_ranks(2, save)[0]
     for found in run_ranks(world, resume):
         assert experts.error(found, wanted) < 1e-12
+
+
+def test_a_module_that_is_called_stacked_loads_as_any_other(tmp_path):
+    """Its parameter without dimensions is no row of experts."""
+
+    def start(value):
+        module = nn.ModuleDict({"stacked": nn.PReLU()})
+        module["stacked"].weight = nn.Parameter(torch.tensor(value))
+        return onefold.shard(module)
+
+    onefold.save(tmp_path / "run", start(0.5))
+    module = start(0.25)
+    onefold.load(tmp_path / "run", module)
+    assert module["stacked"].weight.item() == 0.5
+
+
+def test_more_rows_than_a_module_has_parameters_are_no_stack():
+    """A file may say any number of rows, where each of them is empty."""
+    saved = SavedTensor((10**12, 0), torch.float32, ())
+    name = "experts.stacked.weight"
+    paths = {f"model.{name}": ("model", name)}
+    found: Any = None
+    source = Source(found, {}, {f"model.{name}": saved}, {}, paths)
+    assert unstack(source, {"experts.0.weight"}) is source
 
 
 def test_states_that_do_not_belong_to_one_expert_are_not_cut(tmp_path):

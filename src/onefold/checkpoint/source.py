@@ -253,9 +253,13 @@ def unstack(source: Source, fqns: Set[str]) -> Source:
     for name, saved in source.tensors.items():
         kind, *keys = source.paths[name]
         before, mark, after = str(keys[-1] if keys else "").rpartition("stacked.")
-        rows = [f"{before}{number}.{after}" for number in range(saved.shape[0] if mark else 0)]
-        if kind == MODEL and rows and fqns >= {*rows}:
-            lists[keys[-1]] = rows
+        num = saved.shape[0] if mark and saved.shape else 0
+        if kind == MODEL and 0 < num <= len(fqns):  # a file may name any number
+            rows = [f"{before}{number}.{after}" for number in range(num)]
+            if fqns >= {*rows}:
+                lists[keys[-1]] = rows
+    if not lists:
+        return source
     tensors, objects, paths = {}, {}, {}
     for name, path in source.paths.items():
         index = next((i for i, key in enumerate(path) if key in lists), 0)
