@@ -404,7 +404,7 @@ class Engine:
         if self.schedule.is_backward:
             self.abort_backward()
         self.hands.take_stepped()
-        self._is_torn = self._has_failed = False
+        self._is_torn = False
 
     # an engine belongs to one module in one process
 
