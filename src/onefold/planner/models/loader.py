@@ -218,10 +218,15 @@ def _check_numbers(model: str, seq: int) -> None:
         raise ConfigError(what, f"--seq {seq}", hint=hint)
 
 
+def _given_config(model: str) -> Path | None:
+    """Return a user's configuration; None for a published one, and for byte models in a folder."""
+    path = _config_path(model)
+    return None if model in published() or not path.is_file() else path
+
+
 def left_out(model: str, module: nn.Module) -> tuple[str, ...]:
     """Say what a plan of `module`, built from the configuration `model`, does not count."""
-    path = _config_path(model)
-    if model in published() or not path.is_file():
+    if (path := _given_config(model)) is None:
         return ()
     config, dtype = check_config(path), str(next(module.parameters()).dtype)
     parts = [config, *(part for part in config.values() if isinstance(part, dict))]
@@ -237,8 +242,7 @@ def left_out(model: str, module: nn.Module) -> tuple[str, ...]:
 
 def parts_left_out(model: str, module: nn.Module) -> tuple[str, ...]:
     """Say which parts of the model of the configuration `model` are not in `module`."""
-    path = _config_path(model)
-    if model in published() or not path.is_file():  # a byte model, perhaps in a folder
+    if (path := _given_config(model)) is None:
         return ()
     import transformers
 
