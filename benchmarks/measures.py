@@ -7,9 +7,9 @@
 Calls are Python's, of rank 0 and in all of its threads where ranks are processes. A walk runs once
 to warm up and is then counted three times; a range stands where these differ. "first" is the first
 call in a process that has imported all modules. Peaks are bytes of the ledger by kind and tier,
-"sent" is bytes by collective. How far partial gradients and messages overlap is a matter of time:
-their peaks, and that of all kinds, may be lower in one run than in another. CPU seconds of tests
-stand in tests/support/durations.json.
+"sent" is bytes by collective. How far work overlaps is a matter of time: the peaks of partial_grad,
+wire and staging, and that of all kinds, may be lower in one run than in another. CPU seconds of
+tests stand in tests/support/durations.json.
 """
 
 from __future__ import annotations
