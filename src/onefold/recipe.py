@@ -3,7 +3,7 @@
     arguments --(compose/resolve.py)--> Recipe --> engine, planner, checkpoint, report, digest
 
 A stage is a row of placements (config.py). Code below the composition root asks the properties
-here; it reads no user's argument and tests no stage's number.
+here; it reads no user's argument and tests no stage's number. See docs/adr/0018.
 """
 
 from __future__ import annotations
