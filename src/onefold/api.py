@@ -19,6 +19,7 @@ from onefold.engine import adapters
 from onefold.engine import unsharded as whole_parameters
 from onefold.engine.engine import Engine
 from onefold.engine.registry import engine_of
+from onefold.engine.run_facts import Course
 from onefold.engine.walks import EventKind
 from onefold.fit.shares import AUTO, SharesChoice
 from onefold.inference.stream import examine_stream
@@ -27,11 +28,33 @@ from onefold.layout.ledger import Kind
 from onefold.layout.module_tree import ModuleTree
 from onefold.layout.units import UnitChoice
 from onefold.mixed.speeds import measure, row_shares
+from onefold.recipe import Recipe
 from onefold.recording.meter import Meter
 from onefold.recording.report import Report, snapshot, unit_lines
 from onefold.wire import ranks as meshes
 from onefold.wire.together import announcing, together
 from onefold.wire_config import WireChoice
+
+
+class _Planner:
+    """A `Forecaster` that is imported when it is first asked: most calls of `shard` never ask."""
+
+    def needs_of(
+        self, recipe: Recipe, *, micro_batches: int = 1, rank: int | None = None
+    ) -> dict[str, int]:
+        from onefold.planner import memory
+
+        return memory.needs_of(recipe, micro_batches=micro_batches, rank=rank)
+
+    def peaks_of(self, recipe: Recipe, rank: int | None, course: Course) -> dict[str, int]:
+        from onefold.planner import memory
+
+        return memory.peaks_of(recipe, rank, course)
+
+    def smallest_change(self, recipe: Recipe, shortage: int) -> str:
+        from onefold.planner import memory
+
+        return memory.smallest_change(recipe, shortage)
 
 
 def shard(  # noqa: PLR0913 - the contract
@@ -116,7 +139,7 @@ def _shard(
             quantize = partial(quantize_frozen, tree, arguments.parts.optimizers, frozen)
             together(ranks.everyone, quantize)
             arguments = examine_together(ranks, examine_mine, tree)
-        build(arguments.parts, resolve(arguments, ranks))
+        build(arguments.parts, resolve(arguments, ranks, _Planner()))
     if choices.shares == AUTO:
         measure(module)  # rows by speed are suggested beside shares by memory
     return module
@@ -167,7 +190,7 @@ def stream(
     ranks = meshes.find_and_meet(mesh)
     with announcing(ranks.everyone):
         arguments, exact = examine_stream(module, ranks, budget=budget, rest=rest, offload=offload)
-        build(arguments.parts, resolve(arguments, ranks))
+        build(arguments.parts, resolve(arguments, ranks, _Planner()))
     notes = [f"{weight.fqn} stays exact: {weight.reason}" for weight in exact]
     engine_of(module).facts.add_notes(*notes)
     return module

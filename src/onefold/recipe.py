@@ -3,7 +3,7 @@
     arguments --(compose/resolve.py)--> Recipe --> engine, planner, checkpoint, report, digest
 
 A stage is a row of placements (config.py). Code below the composition root asks the properties
-here; it reads no user's argument and tests no stage's number.
+here; it reads no user's argument and tests no stage's number. See docs/adr/0018.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ class Member:
 
     @staticmethod
     def of(
-        fqn: str, parameter: torch.Tensor, precision: Precision, *, is_packed: bool = False,
-        keeps_dtype: bool = False,
+        fqn: str, parameter: torch.Tensor, computes: torch.dtype | None, *,
+        is_packed: bool = False, keeps_dtype: bool = False,
     ) -> Member:  # fmt: skip
-        """Describe a parameter whose unit computes in `precision`, or in the parameter's dtype."""
+        """Describe a parameter whose unit `computes` in a dtype; None: in the parameter's own."""
         dtype, is_cast = parameter.dtype, not (is_packed or keeps_dtype)
-        compute = precision.compute if dtype.is_floating_point and is_cast else None
+        compute = computes if dtype.is_floating_point and is_cast else None
         shape, requires_grad, decoded, stack = tuple(parameter.shape), parameter.requires_grad, 0, 0
         numbers = getattr(parameter, "shape_of_numbers", None)
         if numbers is not None:  # quantized
             own: torch.dtype = getattr(parameter, "dtype_of_numbers", dtype)
-            nbytes = prod(numbers) * (precision.compute or own).itemsize
+            nbytes = prod(numbers) * (computes or own).itemsize
             is_multiplied = getattr(parameter, "is_multiplied", False)
             decoded = 0 if is_multiplied else nbytes
             stack = nbytes if is_multiplied and len(numbers) > 2 else 0

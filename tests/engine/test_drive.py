@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from onefold.engine.registry import engine_of
 from onefold.engine.run_facts import Course, RunFacts
 from onefold.engine.schedule import Schedule
 from onefold.planner.replay import Replay, plain_events
+from onefold.recipe import Recipe
 from tests.support.ranks import run_ranks, seeded
 
 NUM_UNITS = 4
@@ -93,13 +94,16 @@ def test_a_driver_that_ends_takes_back_its_own_choices_alone():
 
 
 def test_a_run_under_several_shares_predicts_the_highest_peaks_of_all():
-    def peaks(**by_kind: int) -> Any:
-        def predict(course: Course) -> dict[str, int]:
-            return {kind: nbytes * (1 + course.accumulates) for kind, nbytes in by_kind.items()}
+    peaks = {3: {"weight": 3, "all": 7}, 2: {"weight": 5, "grad": 1, "all": 6}}
 
-        return SimpleNamespace(peaks=predict)
+    class Planner:
+        def peaks_of(self, recipe: Recipe, rank: int, course: Course) -> dict[str, int]:
+            assert rank == 1
+            times = 1 + course.accumulates
+            return {kind: times * nbytes for kind, nbytes in peaks[recipe.world_size].items()}
 
-    facts = RunFacts(predictions=[peaks(weight=3, all=7), peaks(weight=5, grad=1, all=6)])
+    shares = [(Recipe(world_size=ranks), 1) for ranks in peaks]
+    facts = RunFacts(cast("Any", Planner()), shares=shares)
     assert facts.predicted_peaks() == {"weight": 5, "grad": 1, "all": 7}
     facts.end_backward(accumulates=True)
     assert facts.predicted_peaks() == {"weight": 10, "grad": 2, "all": 14}

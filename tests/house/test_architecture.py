@@ -173,6 +173,19 @@ def test_importing_onefold_imports_nothing_heavy():
     assert out.stdout.split() == ["False", "False"]
 
 
+def test_sharding_at_a_stage_by_number_imports_no_planner_and_no_adapter():
+    """Nor does a step; a report asks the planner what it predicts."""
+    code = (
+        "import sys, torch, onefold; module = torch.nn.Linear(4, 4);"
+        "optimizer = torch.optim.AdamW(module.parameters()); onefold.shard(module, optimizer);"
+        "module(torch.ones(1, 4)).sum().backward(); optimizer.step();"
+        "print(*(f'onefold.{room}' in sys.modules for room in ('planner', 'adapters')));"
+        "print(onefold.report(module).predicted['weight'] > 0)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.split() == ["False", "False", "True"]
+
+
 OTHERS_ATTRIBUTES = {"grad", "data", "requires_grad", "grad_dtype", "restype", "argtypes", "atexit"}
 """Attributes of tensors, C functions and finalizers, which have no other way to be set."""
 

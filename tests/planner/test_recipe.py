@@ -18,7 +18,7 @@ from onefold.engine.run_facts import Course
 from onefold.errors import ConfigError
 from onefold.planner.costs import Conditions
 from onefold.planner.machines import machine_of
-from onefold.planner.memory import Expectation, bare, forecast
+from onefold.planner.memory import bare, forecast, peaks_of
 from onefold.planner.simulate import scaling_curve, simulate
 from onefold.planner.work import ModelWork, UnitWork, Work
 from onefold.recipe import Member, Recipe, UnitRecipe, last_units
@@ -165,7 +165,7 @@ def test_one_rank_on_the_cpu_keeps_local_casts_as_its_plan_says(offload, kept, p
         optimizer.zero_grad()
     held = onefold.report(module).memory.get("unsharded", {})
     peak = sum(usage.peak for usage in held.values())
-    found = Expectation(engine.recipe).peaks(Course())
+    found = peaks_of(engine.recipe, None, Course())
     assert peak == found.get("unsharded", 0)
     if kept:
         assert peak == (4 * (64 * 64 + 64) * 2 if precision == "bf16" else 0)

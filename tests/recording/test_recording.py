@@ -78,6 +78,15 @@ def test_every_unit_computes_once_forward_and_backward_inside_its_phase(world_si
             assert all(s.stop <= phases[verb].stop for s in spans)
 
 
+def test_the_actions_of_a_step_are_text_with_one_line_a_unit():
+    for record, _ in recorded(3, 3):
+        lines = dict(line.split(": ") for line in record.actions().split("\n"))
+        assert set(lines) == UNITS
+        verbs = [verb for verb in lines["blocks.1"].split() if verb not in ("wait", "unpack")]
+        assert verbs[:4] == ["gather", "forward", "gather", "backward"]
+        assert "reduce_scatter" in verbs[4:]
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_spans_of_collectives_sum_to_the_bytes_of_the_report(world_size):
     for record, report in recorded(world_size, 3):

@@ -33,7 +33,6 @@ from onefold.layout.ledger import Ledger
 from onefold.layout.module_tree import ModuleTree
 from onefold.layout.statistics import buffers_dtype
 from onefold.layout.units import Owned, UnitPlan, owned_parameters, plan_units
-from onefold.planner.memory import Expectation
 from onefold.recipe import Recipe
 from onefold.tier.device import PAGES_NBYTES, DeviceStore, return_free_memory
 from onefold.tier.store import Store
@@ -76,7 +75,8 @@ def build(parts: ModuleParts, resolved: Resolved) -> None:
     rests = describe(recipe, budget, resolved.why_fraction)
     LOG.info("rank %d: %s", group.rank, rests or "all state stays on the device")
     notes = (resolved.why_stage, resolved.why_shares, rests, resolved.why_stepper)
-    facts = RunFacts("; ".join(filter(None, notes)), [Expectation(recipe, shards.rank)])
+    words, shares = "; ".join(filter(None, notes)), [(recipe, shards.rank)]
+    facts = RunFacts(resolved.forecaster, words, shares=shares)
     ledger = Ledger(advise=facts.smallest_change)
     store = DeviceStore(device, is_read_into=recipe.reads_directly)
     is_agreed = resolved.any_offloads or recipe.offload != Offload()

@@ -7,6 +7,7 @@ from torch.optim import Optimizer
 
 from onefold.compose.own_meshes import UnitRanks
 from onefold.config import Inference
+from onefold.engine.run_facts import Forecaster
 from onefold.fit.shares import AUTO
 from onefold.layout.module_tree import ModuleTree
 from onefold.layout.units import Owned, UnitChoice, UnitPlan
@@ -78,6 +79,7 @@ class Resolved:
     recipe: Recipe
     ranks: Ranks
     device: torch.device
+    forecaster: Forecaster
     own: tuple[UnitRanks | None, ...] = ()  # by unit: of a mesh of its own
     why_stage: str = ""
     why_fraction: str = ""

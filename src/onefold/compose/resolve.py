@@ -27,6 +27,7 @@ from onefold.config import (
     precision_of,
     stage_of,
 )
+from onefold.engine.run_facts import Forecaster
 from onefold.errors import ConfigError, Failure
 from onefold.fit.bounds import RankMemory
 from onefold.fit.kept_units import with_residents
@@ -40,8 +41,6 @@ from onefold.fit.shares import (
 )
 from onefold.layout.module_tree import ModuleTree
 from onefold.layout.units import UnitPlan, owned_parameters, plan_units
-from onefold.planner.memory import needs_of
-from onefold.planner.trace import member_of
 from onefold.recipe import Recipe, UnitRecipe
 from onefold.wire.collectives import Group
 from onefold.wire.devices import check_devices, device_of
@@ -83,7 +82,7 @@ def examine(tree: ModuleTree, optimizer: object, choices: Choices, data: Group) 
         units=tuple(
             UnitRecipe(
                 plan.name,
-                tuple(member_of(owned, dtypes) for owned in plan.members),
+                tuple(owned.member(dtypes.compute) for owned in plan.members),
                 plan.tile_nbytes,
                 is_joined=index > 0 and plan.joins(plans[index - 1]),
                 ranks=own.everyone.world_size if (own := own_meshes.ranks_of(plan)) else 0,
@@ -164,7 +163,7 @@ class _Task:
     memory: RankMemory
 
 
-def resolve(arguments: Arguments, ranks: Ranks) -> Resolved:
+def resolve(arguments: Arguments, ranks: Ranks, forecaster: Forecaster) -> Resolved:
     """Settle every open choice, the same on all ranks. A collective where one is open."""
     group, device = ranks.everyone, arguments.device
     check_devices(device, group)
@@ -172,7 +171,7 @@ def resolve(arguments: Arguments, ranks: Ranks) -> Resolved:
     alike = Group.of(None) if arguments.mixes_tiers else group
     task = _Task(arguments, alike, RankMemory(device, local_place(group)[1], group))
     any_offloads = any(tiers != _tiers_in(Offload()) for tiers in arguments.tiers)
-    settled = Resolved(arguments.recipe, ranks, device, any_offloads=any_offloads)
+    settled = Resolved(arguments.recipe, ranks, device, forecaster, any_offloads=any_offloads)
     for settle in _SETTLERS:
         settled = settle(task, settled)
     return settled
@@ -214,7 +213,7 @@ def _settle_stage(task: _Task, settled: Resolved) -> Resolved:
     recipe, arguments, why, has_room = settled.recipe, task.arguments, "", False
     adapts = arguments.names_wire or settled.ranks.is_flat  # a script for nodes runs on one, too
     if arguments.opens_stage:
-        needs = partial(needs_of, micro_batches=2)
+        needs = partial(settled.forecaster.needs_of, micro_batches=2)
         lowest, why = lowest_stage(_stages(recipe, adapts=adapts), needs, task.memory)
         recipe, has_room = lowest or _at_stage(recipe, STAGES[3], adapts=adapts), bool(lowest)
     else:
@@ -229,9 +228,8 @@ def _settle_shares(task: _Task, settled: Resolved) -> Resolved:
     parameters, memory = task.arguments.parts.parameters, task.memory
     here = (owned.nbytes for owned in parameters if owned.parameter.device == settled.device)
     is_auto = task.arguments.opens_shares and not settled.has_room
-    recipe, why = choose(
-        settled.recipe, needs_of, memory, {memory.near: sum(here)}, is_auto=is_auto
-    )
+    needs, held = settled.forecaster.needs_of, {memory.near: sum(here)}
+    recipe, why = choose(settled.recipe, needs, memory, held, is_auto=is_auto)
     return replace(settled, recipe=recipe, why_shares=why)
 
 
@@ -242,7 +240,8 @@ def _settle_fraction(task: _Task, settled: Resolved) -> Resolved:
         return settled
     rank = settled.ranks.shards(are_replicas=recipe.are_replicas).rank
     states = budget_of(recipe, parts.plans, parts.optimizers, rank).states
-    least = partial(least_fraction, recipe, states, needs_of, task.memory)
+    needs = settled.forecaster.needs_of
+    least = partial(least_fraction, recipe, states, needs, task.memory)
     fraction, why = max(collect(task.alike, least))
     recipe = replace(recipe, offload=replace(recipe.offload, fraction=fraction))
     return replace(settled, recipe=recipe, why_fraction=why)

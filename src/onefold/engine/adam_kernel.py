@@ -1,4 +1,7 @@
-"""Call the C kernel of wire/kernels/adam.c, where it was compiled and this CPU runs it."""
+"""Call the C kernel of wire/kernels/adam.c, where it was compiled and this CPU runs it.
+
+See docs/adr/0010.
+"""
 
 import ctypes
 import math

@@ -2,6 +2,7 @@
 
 PEFT saves the entries of `state_dict()` that belong to an adapter. One message gathers those, and
 never the base. `peft_config`, a dict with the names of the adapters, is PEFT's mark on a module.
+See docs/adr/0021.
 """
 
 import warnings

@@ -8,6 +8,7 @@ order of use.
 
 Blocks are multiples of every kernel's vector width, so the bits are those of one step over all
 (ZeRO-Offload, arXiv 2101.06840, section 4; ZeRO-Infinity, arXiv 2104.07857, section 5).
+See docs/adr/0009.
 """
 
 from collections.abc import Iterator, Sequence

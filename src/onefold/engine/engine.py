@@ -26,7 +26,7 @@ from onefold.engine.driving import Drive
 from onefold.engine.hands import Hands, Stepper, facts_of
 from onefold.engine.pipelined import Pipeline, warn_undriven
 from onefold.engine.policy import policy_of
-from onefold.engine.run_facts import Marks, Prediction, RunFacts
+from onefold.engine.run_facts import Marks, RunFacts
 from onefold.engine.schedule import Schedule
 from onefold.engine.structure import follow
 from onefold.engine.walks import Call, Phase
@@ -362,10 +362,10 @@ class Engine:
         self.schedule.stepped()
         self.marks.end()
 
-    def recut(self, context: Context, recipe: Recipe, prediction: Prediction) -> None:
+    def recut(self, context: Context, recipe: Recipe) -> None:
         """Go on under other shares, to which units have moved their rows already."""
         self.context, self.recipe = context, recipe
-        self.facts.predictions.append(prediction)
+        self.facts.shares.append((recipe, context.rank))
         if self.saved is not None:
             self.saved.keep([unit.weight.tensor for unit in self.units])
 

@@ -2,7 +2,7 @@
 
 A forward is a call stack, so a forward that halts needs a thread. One thread runs at a time, so the
 order is fixed. It has the settings of the thread that made it: autocast, device, stream. For the
-schedule all of them are one walk over the units.
+schedule all of them are one walk over the units. See docs/adr/0026.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,4 +1,7 @@
-"""Execute a schedule's actions on the units of one module: tensors, messages, background steps."""
+"""Execute a schedule's actions on the units of one module: tensors, messages, background steps.
+
+See docs/adr/0017.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial

@@ -1,4 +1,7 @@
-"""Bind optimizers to the engines whose parameters they hold, before or after `shard`."""
+"""Bind optimizers to the engines whose parameters they hold, before or after `shard`.
+
+See docs/adr/0016.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

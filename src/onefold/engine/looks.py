@@ -2,7 +2,7 @@
 
 Schedules may change attributes at any step (muP-like rates), as long as elements are still stepped
 apart. Who keeps parameters elsewhere than in groups gets all of them, in the order of the groups:
-those that other ranks step have no elements and no gradient.
+those that other ranks step have no elements and no gradient. See docs/adr/0031.
 """
 
 from collections.abc import Sequence

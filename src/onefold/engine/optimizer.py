@@ -121,9 +121,7 @@ class OptimizerBinding:
             if any(p.unit is largest for p in filter(None, map(self.parameter, group["params"]))):
                 moments |= moments_of_group(optimizer, group, largest.stepped.dtype)
         if len(moments) > engine.recipe.num_moments:
-            recipe = replace(engine.recipe, num_moments=len(moments))
-            prediction = engine.facts.predictions[-1].with_moments(len(moments))
-            engine.recut(engine.context, recipe, prediction)
+            engine.recut(engine.context, replace(engine.recipe, num_moments=len(moments)))
 
     def stand_innermost(self, optimizer: Optimizer) -> None:
         """Keep the user's own step hooks outside the swap: they see sharded parameters."""

@@ -1,4 +1,7 @@
-"""The rules of a schedule, one frozen value for each sharded module. No torch here."""
+"""The rules of a schedule, one frozen value for each sharded module. No torch here.
+
+See docs/adr/0003, 0006 and 0034.
+"""
 
 from __future__ import annotations
 

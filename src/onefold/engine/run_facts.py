@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 from onefold.engine.walks import Call, Noted
 from onefold.layout.ledger import Ledger
 from onefold.layout.observer import Span, Stream
+from onefold.recipe import Recipe
 from onefold.wire.lanes import CALL, PhaseNow
 
 
@@ -33,19 +34,24 @@ class Course:
     repeats: bool = False
 
 
-class Prediction(Protocol):
-    """What the planner says about the run under one recipe."""
+class Forecaster(Protocol):
+    """The planner, as a run asks it. `onefold.shard` hands it down, so that no room below knows it.
 
-    def peaks(self, course: Course) -> dict[str, int]:
-        """Return the most bytes by kind."""
+    Bytes are those of one rank; of the one with the largest share, where `rank` is None.
+    """
+
+    def needs_of(
+        self, recipe: Recipe, *, micro_batches: int = 1, rank: int | None = None
+    ) -> dict[str, int]:
+        """Return the most bytes of each memory, without activations."""
         ...
 
-    def with_moments(self, num_moments: int) -> Prediction:
-        """Return the prediction with an optimizer of so many states an element."""
+    def peaks_of(self, recipe: Recipe, rank: int | None, course: Course) -> dict[str, int]:
+        """Return the most bytes of each kind, and of all ("all"), after such a course."""
         ...
 
-    def smallest_change(self, shortage: int) -> str:
-        """Say what would hold so many bytes less."""
+    def smallest_change(self, recipe: Recipe, shortage: int) -> str:
+        """Say what would hold so many bytes less than the recipe does."""
         ...
 
 
@@ -57,16 +63,19 @@ class RunFacts:
     """The record of one sharded module since `onefold.shard`.
 
     Attributes:
+        forecaster: says how many bytes a recipe needs.
         description: the choices of the plan, in words.
         notes: exceptions to the plan.
+        shares: recipes that the run has had, and the rank's number among the shares of each.
         most_kept: bytes of unsharded weights that `onefold.generating` kept, or more.
         most_shown, shows_grads: as in `Course`.
         most_backwards: backwards before one step, outside of `accumulate`.
     """
 
+    forecaster: Forecaster
     description: str = ""
-    predictions: list[Prediction] = field(default_factory=list[Prediction])
     notes: tuple[str, ...] = ()
+    shares: list[tuple[Recipe, int]] = field(default_factory=list[tuple[Recipe, int]])
     most_kept: int = 0
     most_shown: int = 0
     shows_grads: bool = False
@@ -110,14 +119,14 @@ class RunFacts:
             shows_grads=self.shows_grads, repeats=self.most_backwards > 1,
         )  # fmt: skip
         highest: dict[str, int] = {}
-        for prediction in self.predictions:
-            for kind, nbytes in prediction.peaks(course).items():
+        for recipe, rank in self.shares:
+            for kind, nbytes in self.forecaster.peaks_of(recipe, rank, course).items():
                 highest[kind] = max(nbytes, highest.get(kind, 0))
         return highest
 
     def smallest_change(self, shortage: int) -> str:
         """Say what would hold so many bytes less than the run does now."""
-        return self.predictions[-1].smallest_change(shortage)
+        return self.forecaster.smallest_change(self.shares[-1][0], shortage)
 
     def about(self, subject: type[Subject]) -> Subject:
         """Return the record that another room keeps of the run: the first call makes it."""

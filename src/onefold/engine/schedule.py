@@ -1,7 +1,7 @@
 """Decide when each unit is gathered, freed, reduced and stepped. No torch here.
 
 A schedule takes events and returns actions. It touches nothing: the engine executes them on tensors
-(engine/hands.py), the planner on bytes and clocks (planner/byte_hands.py, clock_hands.py).
+(engine/hands.py), the planner on bytes and clocks (planner/*_hands.py). See docs/adr/0017.
 
 One step, event by event (units are numbers, in the order of the module):
 

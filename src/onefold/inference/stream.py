@@ -1,4 +1,7 @@
-"""Forwards without gradients: choices of `onefold.stream`, and units that `generating` keeps."""
+"""Forwards without gradients: choices of `onefold.stream`, and units that `generating` keeps.
+
+See docs/adr/0022.
+"""
 
 import os
 from collections.abc import Iterator

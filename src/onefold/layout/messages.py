@@ -18,7 +18,7 @@ carry no state:
     small    packed behind them, element by element
 
 `QuantizedMessages` says where each part of a quantized message lies. Sizes that decide about
-messages are written here alone: wire/ and planner/ import them.
+messages are written here alone: wire/ and planner/ import them. See docs/adr/0001.
 """
 
 from __future__ import annotations

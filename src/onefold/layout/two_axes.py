@@ -11,7 +11,7 @@ Two hops cut parameters by rows over all ranks in rank order. A node's ranks own
 Two hops gather the parameter; the same hops in reverse reduce its gradient. Nodes exchange each
 element once, however many ranks they have. The pieces of a local rank after the first hop are its
 share of the *node buffer*. Sources: MiCS, arXiv 2205.00119, section 3.2; ZeRO++, arXiv 2306.10209,
-section 3.2.
+section 3.2. See docs/adr/0013.
 """
 
 from __future__ import annotations

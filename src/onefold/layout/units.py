@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from onefold.layout.model_axes import ModelCut, local_of
 from onefold.layout.module_tree import ModuleTree, uncompiled
 from onefold.layout.packed import Place
 from onefold.layout.statistics import Dtypes, keeps_dtype
+from onefold.recipe import Member
 
 TABLE_NBYTES = 1 << 20
 """Bytes of an Embedding's weight above which its rows are read, and not the whole table."""
@@ -64,6 +65,15 @@ class Owned:
     @property
     def nbytes(self) -> int:
         return self.values.numel() * self.parameter.element_size()
+
+    def member(self, computes: torch.dtype | None) -> Member:
+        """Describe the parameter in a unit that computes in this dtype; None: in its own."""
+        choices = {"is_packed": self.is_packed, "keeps_dtype": self.keeps_dtype}
+        member = Member.of(self.fqn, self.values, computes, **choices)
+        if self.model is None:
+            return member
+        trains = self.parameter.requires_grad  # a local tensor does not say so
+        return replace(member, requires_grad=trains, cut=str(self.model))
 
     @property
     def places(self) -> list[Place]:

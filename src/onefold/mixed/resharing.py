@@ -25,7 +25,6 @@ from onefold.fit.shares import AUTO, SharesChoice, choose, is_auto, unless_even,
 from onefold.layout.cut import Shares
 from onefold.layout.ledger import Kind
 from onefold.mixed.moving import Entry, OptimizerStates, Rows, move
-from onefold.planner.memory import Expectation, needs_of
 from onefold.recipe import Recipe
 from onefold.unit.context import Context, UnitSpec
 from onefold.unit.cut_dtensor import WeightedMesh
@@ -118,7 +117,7 @@ def _recipe(engine: Engine, weights: Shares | str) -> Recipe:
     measures = isinstance(weights, str)
     wanted = replace(engine.recipe, shares=None if isinstance(weights, str) else weights)
     memory = RankMemory(engine.context.store.device, local_place(engine.group)[1], engine.group)
-    return choose(wanted, needs_of, memory, held, is_auto=measures)[0]
+    return choose(wanted, engine.facts.forecaster.needs_of, memory, held, is_auto=measures)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +197,7 @@ class _Reshare:
         for unit in _moving(engine):
             by_rows = unit.context.routes.gather_hops is not None or unit.is_tiled
             self._move(unit, unit.spec.on(self.context, by_rows=by_rows))
-        expectation = Expectation(recipe, self.context.rank)
-        engine.recut(self.context, recipe, expectation)
+        engine.recut(self.context, recipe)
         for states in self.ready.states:
             states.finish()
 

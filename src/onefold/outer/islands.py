@@ -1,4 +1,7 @@
-"""`onefold.islands`: islands of ranks train apart and average their steps every so often."""
+"""`onefold.islands`: islands of ranks train apart and average their steps every so often.
+
+See docs/adr/0024.
+"""
 
 from __future__ import annotations
 

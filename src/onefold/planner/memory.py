@@ -23,7 +23,7 @@ from onefold.layout.units import UnitPlan
 from onefold.planner.byte_hands import ByteCounter, ByteHands, Holding, Moment
 from onefold.planner.message_counts import PlannedUnit, planned_unit
 from onefold.planner.replay import Replay, plain_events
-from onefold.planner.trace import Trace, member_of
+from onefold.planner.trace import Trace
 from onefold.planner.work import Event, UnitWork, Work
 from onefold.recipe import Member, Recipe, UnitRecipe
 from onefold.text import format_bytes
@@ -168,7 +168,7 @@ def estimated(plans: Sequence[UnitPlan], tokens: int, precision: Precision) -> T
     units: list[UnitWork] = []
     kept: list[int] = []
     for plan in plans:
-        members = tuple(member_of(owned, precision) for owned in plan.members)
+        members = tuple(owned.member(precision.compute) for owned in plan.members)
         nbytes = flops = 0
         for member, owned in zip(members, plan.members, strict=True):
             is_table = any(isinstance(owner, nn.Embedding) for owner, _ in owned.owners)
@@ -221,53 +221,42 @@ def needs_of(recipe: Recipe, *, micro_batches: int = 1, rank: int | None = None)
     return {tier: step.peaks.get(tier, 0) for tier in ("device", "cpu", "disk")}
 
 
-@dataclass(frozen=True, slots=True)
-class Expectation:
-    """The bytes that an engine should hold. It keeps numbers, no parameter."""
+def peaks_of(recipe: Recipe, rank: int | None, course: Course) -> dict[str, int]:
+    """Return the most bytes of each kind in CPU and device memory, and of all ("all")."""
+    known = (event for event in course.events if event.unit < len(recipe.units))
+    trace = bare(recipe.units, [_event(event) for event in known])
+    is_summed = course.repeats and recipe.world_size == 1  # onto gradients that rest there
+    accumulates = course.accumulates or is_summed
+    step = forecast(
+        trace,
+        recipe,
+        accumulate=1 + accumulates,
+        rank=rank,
+        shown=(course.most_shown, course.shows_grads),
+    )
+    kinds = _without_disk(step.most)
+    kinds["all"] = step.peaks["device"] + step.peaks.get("cpu", 0)
+    resting = _without_disk(step.resting)
+    stays = resting.get("unsharded", 0)
+    kinds["unsharded"] = max(kinds.get("unsharded", 0), course.most_kept)
+    kinds["all"] = max(kinds["all"], sum(resting.values()) - stays + course.most_kept)
+    return kinds
 
-    recipe: Recipe
-    rank: int | None = None  # whose share is expected; None: the largest
 
-    def with_moments(self, num_moments: int) -> Expectation:
-        """Expect an optimizer with so many states an element."""
-        return replace(self, recipe=replace(self.recipe, num_moments=num_moments))
-
-    def peaks(self, course: Course) -> dict[str, int]:
-        """Return the most bytes of each kind in CPU and device memory, and of all ("all")."""
-        recipe, rank = self.recipe, self.rank
-        known = (event for event in course.events if event.unit < len(recipe.units))
-        trace = bare(recipe.units, [_event(event) for event in known])
-        is_summed = course.repeats and recipe.world_size == 1  # onto gradients that rest there
-        accumulates = course.accumulates or is_summed
-        step = forecast(
-            trace,
-            recipe,
-            accumulate=1 + accumulates,
-            rank=rank,
-            shown=(course.most_shown, course.shows_grads),
-        )
-        kinds = _without_disk(step.most)
-        kinds["all"] = step.peaks["device"] + step.peaks.get("cpu", 0)
-        resting = _without_disk(step.resting)
-        stays = resting.get("unsharded", 0)
-        kinds["unsharded"] = max(kinds.get("unsharded", 0), course.most_kept)
-        kinds["all"] = max(kinds["all"], sum(resting.values()) - stays + course.most_kept)
-        return kinds
-
-    def smallest_change(self, shortage: int) -> str:
-        """Describe the nearest way to train that holds `shortage` bytes less."""
-        mine, trace = self.recipe, bare(self.recipe.units)
-        now = forecast(trace, mine).memory_nbytes
-        for number, name in WAYS:
-            other = replace(mine, stage=stage_of(number), offload=OFFLOADS[name])
-            if number < mine.stage.number or other == mine:
-                continue
-            saved = now - forecast(trace, other).memory_nbytes
-            if saved >= shortage:
-                word = "disk:PATH" if name == "disk" else name
-                tiers = f', offload="{word}"' if name != "none" else ""
-                return f"stage={number}{tiers} holds {format_bytes(saved)} less"
-        return "smaller micro-batches, recompute or more ranks: states alone cannot give as much"
+def smallest_change(recipe: Recipe, shortage: int) -> str:
+    """Describe the nearest way to train that holds `shortage` bytes less."""
+    trace = bare(recipe.units)
+    now = forecast(trace, recipe).memory_nbytes
+    for number, name in WAYS:
+        other = replace(recipe, stage=stage_of(number), offload=OFFLOADS[name])
+        if number < recipe.stage.number or other == recipe:
+            continue
+        saved = now - forecast(trace, other).memory_nbytes
+        if saved >= shortage:
+            word = "disk:PATH" if name == "disk" else name
+            tiers = f', offload="{word}"' if name != "none" else ""
+            return f"stage={number}{tiers} holds {format_bytes(saved)} less"
+    return "smaller micro-batches, recompute or more ranks: states alone cannot give as much"
 
 
 def _without_disk(held: Holding) -> dict[str, int]:

@@ -27,7 +27,7 @@ from onefold.engine.walks import Call
 from onefold.engine.watch import tensors_in
 from onefold.errors import OnefoldError
 from onefold.layout.module_tree import ModuleTree, uncompiled
-from onefold.layout.units import Owned, UnitChoice, UnitPlan, plan_units
+from onefold.layout.units import UnitChoice, UnitPlan, plan_units
 from onefold.planner.storages import Storages, Untraceable
 from onefold.planner.work import Event, EventKind, ModelWork, UnitWork, Work
 from onefold.recipe import Member
@@ -149,16 +149,6 @@ def _run(module: nn.Module, inputs: Inputs, loss: Loss, tracer: _Tracer) -> None
     tracer.end_backward()
 
 
-def member_of(owned: Owned, precision: Precision) -> Member:
-    """Describe a parameter in a unit that computes in `precision`."""
-    choices = {"is_packed": owned.is_packed, "keeps_dtype": owned.keeps_dtype}
-    member = Member.of(owned.fqn, owned.values, precision, **choices)
-    if owned.model is None:
-        return member
-    trains = owned.parameter.requires_grad  # a local tensor does not say so
-    return replace(member, requires_grad=trains, cut=str(owned.model))
-
-
 def without_values(module: nn.Module) -> nn.Module:
     """Copy `module` with parameters and buffers on `meta`, not compiled; ties are kept."""
     memo: dict[int, Any] = {}
@@ -195,7 +185,7 @@ class _Tracer:
     def _unit(self, index: int, plan: UnitPlan, precision: Precision) -> UnitWork:
         members: list[Member] = []
         for position, owned in enumerate(plan.members):
-            parameter, member = owned.parameter, member_of(owned, precision)
+            parameter, member = owned.parameter, owned.member(precision.compute)
             if member.compute_dtype != member.dtype:
                 parameter.data = parameter.data.to(member.compute_dtype)
             if parameter.requires_grad:

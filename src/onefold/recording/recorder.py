@@ -9,7 +9,7 @@
 Each event of the engine appends one entry to a list, and the clock stops while torch's allocator is
 read, so a recorded step takes as long as any other. On the CPU all times are the host's: a
 collective lasts from its request to its arrival. On a GPU, events on the streams time compute and
-collectives, and the host times changes of bytes.
+collectives, and the host times changes of bytes. See docs/adr/0011.
 """
 
 from __future__ import annotations

@@ -115,6 +115,14 @@ class StepRecord:
         chosen = [s for s in self.spans if s.stream == stream and verb in (None, s.verb)]
         return total_seconds(chosen)
 
+    def actions(self) -> str:
+        """List the spans of each unit in order, one line a unit, as text for bug reports."""
+        verbs: dict[str, list[str]] = {}
+        for span in self.spans:
+            if span.unit:
+                verbs.setdefault(span.unit, []).append(span.verb)
+        return "\n".join(f"{unit}: {' '.join(of_unit)}" for unit, of_unit in verbs.items())
+
 
 def total_seconds(spans: Iterable[SpanLine]) -> float:
     """Sum the seconds of spans; overlaps count once."""

@@ -6,7 +6,7 @@ buffer is an *extent*, cut into stripes that go around the paths, so that their 
 
 An extent is also mapped into memory. The engine fetches and flushes blocks past the cache and never
 touches the mapping. But a user may read or edit a parameter at any moment: through the mapping that
-reads or edits the file, and the kernel keeps both ways coherent.
+reads or edits the file, and the kernel keeps both ways coherent. See docs/adr/0008.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ optimizers that stream); onefold.compose.stepping measures both.
 block run beside the kernels and copies of others. The stream waits for the gradients, not the host.
 The host waits once a block: where the device steps, at the block's end; where the CPU steps, for
 the gradient. The new weights then leave by the stream, and whoever waits for the step waits for
-them.
+them. See docs/adr/0014.
 """
 
 from collections.abc import Iterator

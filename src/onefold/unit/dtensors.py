@@ -13,6 +13,7 @@ A module's own forward never reads one of the first two: its unit shows the unsh
 first. Any other differentiable use (a tied head by `F.linear(x, self.embed.weight)`, a penalty on
 `model.parameters()`) calls `__torch_function__` of the sharded parameter. It has the unit gathered
 and passes the unsharded parameter on. So the gradient flows to the tensor that computes.
+See docs/adr/0004.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -1,4 +1,7 @@
-"""Giving values to parameters before they are cut: from `meta`, and the same on every rank."""
+"""Giving values to parameters before they are cut: from `meta`, and the same on every rank.
+
+See docs/adr/0030.
+"""
 
 from __future__ import annotations
 

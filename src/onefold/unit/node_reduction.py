@@ -4,6 +4,7 @@ Between micro-batches `Replicated` and `TwoHop` can stop after the first hop, in
 then exchange gradients once a step.
 
 Sources: ZeRO++, arXiv 2306.10209, section 3.3 (two hops); MiCS, arXiv 2205.00119, section 3.3.
+See docs/adr/0013.
 """
 
 from collections.abc import Iterable

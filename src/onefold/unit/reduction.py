@@ -11,6 +11,7 @@ rank. One number for each parameter and one for the unit are sent with the gradi
 share of ranks that used the parameter, and the mean of the tags.
 
 A hop refers to no unit, parameter or `.grad`: it takes indices of parameters, tensors and flags.
+See docs/adr/0005.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -5,6 +5,7 @@ A script that calls them on sharded parameters and gradients of many ranks runs 
 A parameter of one process keeps its class, because torch's optimizers and `torch.compile` ask for
 it: it gets both as attributes, once. Autograd makes other gradients in each backward. Attributes
 would go into their copies and files, and would keep them in a cycle. So their class changes.
+See docs/adr/0004.
 """
 
 from __future__ import annotations

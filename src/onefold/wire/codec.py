@@ -34,7 +34,7 @@ arXiv 2404.00456). The normalised transform would multiply by 1/sqrt(32) on both
 each time. Here the way in is H/32 and the way out H: the factor is a power of two, and no sum
 overflows on the way in. Elements after the last whole block are not mixed, only brought to a like
 scale: divided by 4, a power of two next to sqrt(32). The five stages add neighbours 1, 2, 4, 8 and
-16 apart, in this order, in fp32 and without fused multiply-adds.
+16 apart, in this order, in fp32 and without fused multiply-adds. See docs/adr/0012.
 """
 
 import math

@@ -5,7 +5,7 @@ process where their sizes differ. If rank 0 saves while rank 1 runs forward, eac
 a lane of its own; the roll call (wire/roll_call.py) then names both. Within a lane, all ranks
 expect the message that followed the last two when they were sent before. A rank that begins another
 one meets the others first, in a lane that holds nothing else (`Peers.agree`). The group that the
-user gave keeps the user's own collectives and those of `DTensor`.
+user gave keeps the user's own collectives and those of `DTensor`. See docs/adr/0019.
 """
 
 from __future__ import annotations

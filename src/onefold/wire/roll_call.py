@@ -3,7 +3,7 @@
 A thread on every rank looks at the group's store twice a second. A rank that has waited for some
 seconds asks; every rank answers with the line of the user's code that it is in and, if it waits for
 a collective, with the name of that. If no rank can go on, all of them raise the list at once. If
-one is busy elsewhere, those that wait raise the list at the timeout.
+one is busy elsewhere, those that wait raise the list at the timeout. See docs/adr/0019.
 """
 
 import json

@@ -3,7 +3,7 @@
 [Note: recompute] Activation checkpointing runs parts of the forward inside backward, outside of
 the root's forward. So each module that may hold attention enters the mode there, if no module
 around it has. A recomputed function that calls attention in no module would not: torch's check of
-recomputed shapes ends it with an error.
+recomputed shapes ends it with an error. See docs/adr/0023.
 """
 
 from __future__ import annotations
