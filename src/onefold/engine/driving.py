@@ -10,7 +10,7 @@ layered order and the planner's replay hand over other values, each at a boundar
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum, auto
 
 
@@ -54,6 +54,8 @@ class Drive:
     more_to_come: this backward may reach calls of any unit that have not begun.
     joins_backwards: several backwards of autograd are one, which the driver ends.
     is_suspended: modules show editable unsharded parameters, and events decide nothing.
+    is_plain: micro-batches run one after the other, each forward before its backward.
+    is_last: the micro-batch is the last one that adds to the gradients of a step.
     """
 
     keeps: frozenset[int] = frozenset()
@@ -66,16 +68,13 @@ class Drive:
     more_to_come: bool = False
     joins_backwards: bool = False
     is_suspended: bool = False
+    is_plain: bool = field(init=False)
+    is_last: bool = field(init=False)
 
-    @property
-    def is_plain(self) -> bool:
-        """True where micro-batches run one after the other, each forward before its backward."""
-        return not (self.walks_apart or self.repeats or self.more_to_come or self.joins_backwards)
-
-    @property
-    def is_last(self) -> bool:
-        """True if the micro-batch is the last one that adds to the gradients of a step."""
-        return not (self.accumulates or self.reduces_later)
+    def __post_init__(self) -> None:
+        more = self.walks_apart or self.repeats or self.more_to_come or self.joins_backwards
+        object.__setattr__(self, "is_plain", not more)
+        object.__setattr__(self, "is_last", not (self.accumulates or self.reduces_later))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ waits for it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,7 +25,7 @@ from onefold.engine.activations import saved_activations_of
 from onefold.engine.companions import Companions
 from onefold.engine.driving import Drive
 from onefold.engine.hands import Hands, Stepper, facts_of
-from onefold.engine.pipelined import Pipeline, warn_undriven
+from onefold.engine.pipelined import STAGES, Pipeline, warn_undriven
 from onefold.engine.policy import policy_of
 from onefold.engine.run_facts import Marks, RunFacts
 from onefold.engine.schedule import Schedule
@@ -54,8 +55,10 @@ class Engine:
         self.context = context
         self.recipe = recipe
         self.facts = facts
+        self.is_inference = recipe.inference is not None  # the module evaluates only
         self.is_undriven = False  # a stage of a schedule that no `onefold.pipeline` drives
         self.pipeline: Pipeline | None = None  # whose schedule drives the micro-batches
+        self.rounds_gradients = context.routes.rounds_gradients  # or a stage of the pipeline does
         self.ledger, self.group = context.ledger, context.routes.group
         self.marks = Marks(context.ledger, context.phase)
         policy = self.policy = policy_of(recipe)
@@ -119,11 +122,6 @@ class Engine:
 
     # forward
 
-    @property
-    def is_inference(self) -> bool:
-        """True if the module evaluates only."""
-        return self.recipe.inference is not None
-
     def is_settled(self, indices: Iterable[int]) -> bool:
         """True if modules show the unsharded weights of these units for good."""
         units, kept = self.units, self.schedule.driven.keeps
@@ -163,11 +161,13 @@ class Engine:
         if not self._is_checked and not self.is_unsharded:
             follow(self)
             self._is_checked = True
-            self.is_undriven = not self.schedule.driven.walks_apart and warn_undriven(self.policy)
+            may_be_stage = STAGES in sys.modules and not self.schedule.driven.walks_apart
+            self.is_undriven = may_be_stage and warn_undriven(self.policy)
 
     def join_pipeline(self, pipeline: Pipeline) -> None:
         """The module is a stage: norms and checkpoints are those of the whole model."""
         self.pipeline = pipeline
+        self.rounds_gradients = self.rounds_gradients or pipeline.rounds
 
     def end_forward(self) -> None:
         """The root's forward is over, by return or exception."""
@@ -277,7 +277,7 @@ class Engine:
         if not defers:
             reductions.note_unused({i for i, grad in enumerate(gradients) if grad.is_unused})
         self.marks.end()
-        if not driven.walks_apart:  # a pipeline runs them at its end
+        if self.hands.hooks.due and not driven.walks_apart:  # a pipeline runs them at its end
             self.hands.hooks.run(self.units)
 
     def leave_failed_backward(self) -> None:
@@ -330,7 +330,9 @@ class Engine:
 
     def before_step(self, stepper: Stepper) -> None:
         """An optimizer is about to step: reshard all units, bring edited weights to masters."""
-        if self.hands.hooks.begin_step(stepper.held, self.units, self.schedule):
+        hooks, schedule = self.hands.hooks, self.schedule
+        is_early = hooks.turn or schedule.is_backward
+        if is_early and hooks.begin_step(stepper.held, self.units, schedule):
             return
         self.end_failed()
         stepped = self.hands.take_stepped(stepper)
@@ -357,10 +359,11 @@ class Engine:
         for unit in self.units:
             if unit in stepped:
                 unit.publish(is_rounded=unit in rounded or unit.steps_in_blocks)
-        if self.hands.hooks.end_step(self.units, self.schedule):
-            return
-        self.schedule.stepped()
-        self.marks.end()
+        if self.hands.hooks.edits:
+            self.hands.hooks.end_step(self.units, self.schedule)
+        else:
+            self.schedule.stepped()
+            self.marks.end()
 
     def recut(self, context: Context, recipe: Recipe) -> None:
         """Go on under other shares, to which units have moved their rows already."""

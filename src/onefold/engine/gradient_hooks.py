@@ -30,17 +30,15 @@ class GradientHooks:
         self._is_early = False  # onefold steps their unit next, inside the backward
         self._turns: dict[Unit, int] = {}  # of the units whose hooks run
         self._hooked: set[UnitParameter] = set()
-        self._edits: dict[int, int] = {}  # by unit, before a step in backward
+        self.edits: dict[int, int] = {}  # by unit, before a step in backward
 
     def forget(self) -> None:
         """Backward has failed."""
         self.due.clear()
-        self._edits.clear()
+        self.edits.clear()
 
     def run(self, units: Sequence[Unit]) -> None:
-        """Run all hooks that are due: the backward is over."""
-        if not self.due:
-            return
+        """Run all hooks that are due, if there are some: the backward is over."""
         self._turns = {unit: turn for turn, unit in enumerate(reversed(units))}
         self._run(sorted(self.due, key=lambda p: (self._turns[p.unit], p.index)))
 
@@ -95,7 +93,7 @@ class GradientHooks:
         for unit in dict.fromkeys(parameter.unit for parameter in own):
             unit.check_untouched()
             unit.refresh_master()
-            self._edits[index[unit]] = unit.edits.at_rest()
+            self.edits[index[unit]] = unit.edits.at_rest()
         return True
 
     def _check(self, held: Iterable[UnitParameter], turn: UnitParameter) -> None:
@@ -116,16 +114,12 @@ class GradientHooks:
             if is_early:
                 raise refusals.STEPPED_TOO_EARLY(parameter.fqn, f"of {turn.fqn!r}", where=where)
 
-    def end_step(self, units: Sequence[Unit], schedule: Schedule) -> bool:
-        """The step is over: backward is through with its weights, and may use the others.
-
-        Returns False if it was not inside a backward.
-        """
-        edits, self._edits = self._edits, {}
+    def end_step(self, units: Sequence[Unit], schedule: Schedule) -> None:
+        """The step that `edits` tells of is over: backward is through with its weights."""
+        edits, self.edits = self.edits, {}
         for index, before in edits.items():
             for call in schedule.open_calls.of(index):
                 call.note_edits(call.edits + units[index].edits.at_rest() - before)
-        return bool(edits)
 
 
 def _shows(parameter: UnitParameter) -> bool:

@@ -67,20 +67,20 @@ def _holding(container: Any, items: list[Any]) -> Any:
 
 def rename(optimizer: Optimizer, new: Mapping[int, Tensor]) -> None:
     """Let an optimizer keep other objects, by the id of the parameters that it keeps now."""
-    if not _is_torchs(optimizer):
+    if not is_torchs(optimizer):
         _look(optimizer, _Renaming(new))
 
 
 def finds_by_identity(optimizer: Optimizer) -> tuple[bool, bool]:
     """Return whether it keeps its parameters or their ids outside groups and state, and modules."""
-    if _is_torchs(optimizer):
+    if is_torchs(optimizer):
         return False, False
     held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
     looking = _look(optimizer, _Renaming({id(t): t for t in held}, sees_modules=True))
     return looking.has_found, looking.has_modules
 
 
-def _is_torchs(optimizer: Optimizer) -> bool:
+def is_torchs(optimizer: Optimizer) -> bool:
     """True for torch's own classes, which know parameters by groups alone."""
     return type(optimizer).__module__.startswith("torch.optim.")
 

@@ -17,7 +17,8 @@ from onefold.engine.engine import Engine
 from onefold.engine.flat_groups import cannot_cut
 from onefold.engine.identity import rename
 from onefold.engine.optimizer import OptimizerBinding
-from onefold.engine.step_checks import check_step, wrapped_by
+from onefold.engine.rules import wrapped_by
+from onefold.engine.step_checks import check_step
 from onefold.errors import ConfigError, StateError
 
 

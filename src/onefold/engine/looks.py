@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from onefold.engine.behaviour import behaviour_of
 from onefold.engine.engine import Engine
-from onefold.engine.identity import finds_by_identity, rename
+from onefold.engine.identity import finds_by_identity, is_torchs, rename
 from onefold.engine.probe import words_of
 from onefold.engine.rules import attributes_of
 from onefold.errors import StateError
@@ -29,6 +29,7 @@ class Looks:
         self._reads = reads
         self._known = self._now(optimizer)
         self.finds, self._in_modules = finds_by_identity(optimizer)
+        self._is_torchs = is_torchs(optimizer)
         self._shown: Shown = []  # during a step
 
     def _now(self, optimizer: Optimizer) -> set[str]:
@@ -37,7 +38,7 @@ class Looks:
 
     def have_changed(self, optimizer: Optimizer) -> bool:
         """True if it keeps parameters now, or one has attributes that no probe has seen."""
-        if not self.finds:
+        if not self.finds and not self._is_torchs:
             self.finds, self._in_modules = finds_by_identity(optimizer)
             if self.finds:
                 return True

@@ -205,7 +205,8 @@ class OptimizerBinding:
             engine.before_step(self)
         self._import_changed(optimizer)
         self._look_again(optimizer)
-        is_sound = is_step_sound(self.engines)
+        rounding = [engine for engine in self.engines if engine.rounds_gradients]
+        is_sound = not rounding or is_step_sound(rounding)
         groups: list[list[UnitParameter]] = []
         foreign: list[list[Tensor]] = []
         for group in optimizer.param_groups:

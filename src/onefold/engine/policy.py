@@ -5,7 +5,7 @@ See docs/adr/0003, 0006 and 0034.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,11 +27,10 @@ class UnitFacts:
     is_tiled: bool = False
     is_offloaded: bool = False
     keeps_sums: bool = True
+    is_gathered: bool = field(init=False)  # unsharded as a whole before it is used
 
-    @property
-    def is_gathered(self) -> bool:
-        """True if the unit is unsharded as a whole before it is used."""
-        return not (self.is_resident or self.is_tiled)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_gathered", not (self.is_resident or self.is_tiled))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -142,14 +142,9 @@ def is_step_sound(engines: Iterable[Engine]) -> bool:
     """Return False if quantized gradients are not finite on some rank: no rank steps. A collective.
 
     Quantization may hide that a gradient was not finite, so a loss scale might miss it. Exact
-    messages are not checked: gradients are as in plain PyTorch.
+    messages are not checked: gradients are as in plain PyTorch. `engines` have quantized ones.
     """
-    quantized = [
-        engine for engine in engines
-        if engine.context.routes.rounds_gradients
-        or (engine.pipeline is not None and engine.pipeline.rounds)
-    ]  # fmt: skip
-    unsound = [engine for engine in quantized if not are_gradients_finite(engine)]
+    unsound = [engine for engine in engines if not are_gradients_finite(engine)]
     for engine in unsound:
         engine.ledger.skip_step()
         if engine.group.rank == 0:

@@ -45,6 +45,12 @@ def unhooked_step(kind: type[Optimizer]) -> Any:
     return step
 
 
+def wrapped_by(optimizer: Optimizer) -> str | None:
+    """Return the attribute in which an optimizer keeps another one that steps its parameters."""
+    kept = (name for name, value in vars(optimizer).items() if isinstance(value, Optimizer))
+    return next(kept, None)
+
+
 class ClassRule:
     """Runs the class's own `step`, in a copy of the optimizer that holds only the block."""
 

@@ -24,7 +24,6 @@ from collections.abc import Hashable, Iterable, Sequence, Set
 from dataclasses import replace
 
 from onefold.engine.driving import NO_UNIT, Action, Drive, Verb
-from onefold.engine.held_units import HeldUnits
 from onefold.engine.policy import Policy, UnitFacts
 from onefold.engine.reductions import Reductions
 from onefold.engine.walks import Call, EarlySteps, ModuleUses, OpenCalls, Phase, Successors
@@ -47,7 +46,7 @@ class Schedule:
         self._shown: set[int] = set()  # modules see them
         self._lent: set[int] = set()  # of these: for an operation outside of modules
         self.ahead: set[int] = set()  # gathered ahead, and not used since
-        self._held = HeldUnits()
+        self._held = self.open_calls.held
         self._filled: set[int] = set()  # the node's secondary shard is up to date
         self._late: list[int] = []  # to be gathered with the next gradient
         self.early_steps = EarlySteps()
@@ -84,7 +83,8 @@ class Schedule:
             self.successors.begin(phase)
             self.open_calls.begin_walk(self._clock, phase, self.driven)
             self.uses.begin()
-            if phase is Phase.FORWARD and not self.driven.walks_apart:  # training goes on
+            trains = phase is Phase.FORWARD and not self.driven.walks_apart
+            if trains and self.driven.keeps:  # training goes on
                 out += self.keep(frozenset())
             if self.policy.fills_early:
                 for unit, facts in enumerate(self.units):

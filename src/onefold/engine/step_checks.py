@@ -8,6 +8,7 @@ from torch.optim import Optimizer, SparseAdam
 from onefold.engine.behaviour import Behaviour, behaviour_of
 from onefold.engine.own_state import check_savable
 from onefold.engine.probe import acts_outside
+from onefold.engine.rules import wrapped_by
 from onefold.errors import ConfigError
 from onefold.recipe import Recipe
 
@@ -51,12 +52,6 @@ def check_step(optimizer: Optimizer, recipe: Recipe) -> None:
             raise ConfigError(wanted, f"{name}: {_WHY[behaviour.kind]}", hint=hint)
         if any(tensor.is_complex() for tensor in held):
             raise ConfigError(wanted, f"{name} of complex parameters", hint="offload=None")
-
-
-def wrapped_by(optimizer: Optimizer) -> str | None:
-    """Return the attribute in which an optimizer keeps another one that steps its parameters."""
-    kept = (name for name, value in vars(optimizer).items() if isinstance(value, Optimizer))
-    return next(kept, None)
 
 
 def _check_kind(optimizer: Optimizer) -> None:

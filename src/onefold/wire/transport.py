@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from onefold.layout.messages import own_part_travels
+from onefold.wire import fused
 from onefold.wire.collectives import Group
 from onefold.wire.exchange import Exchange
-from onefold.wire.fused import kernels_for
-from onefold.wire.fused import mean as mean_at_once
 from onefold.wire.message_cut import MessageLayout, pack, pack_own, unpack
 from onefold.wire.ticket import DONE, Ticket, Waitable
 
@@ -140,6 +139,7 @@ class Composed:
         self.group = exchange.group
         self.reduce = reduce
         self.scale = 1.0 / (divisor or self.group.world_size)
+        self._sends_own_part = own_part_travels(self.group.world_size)
 
     # gather
 
@@ -223,7 +223,7 @@ class Composed:
         """Send each rank its piece of `sent`; return every rank's piece for us, in rank order."""
         rank, ours = self.group.rank, None
         own = numels[rank]
-        if not own_part_travels(self.group.world_size):
+        if not self._sends_own_part:
             pieces = sent.split_with_sizes(list(numels))
             ours, sent = pieces[rank], pieces[1 - rank]
             numels = [0 if peer == rank else numel for peer, numel in enumerate(numels)]
@@ -266,7 +266,9 @@ class Composed:
             self._mean_in_rank_order(means)
             return
         targets = [out[index] for index in cut.small]
-        if kernels_for(small[0].device) is not None:  # one launch for these, too
+        device = small[0].device
+        has_kernels = device.type in fused.DEVICES and fused.kernels_for(device) is not None
+        if has_kernels:  # one launch for these, too
             numels = cut.small_numels[self.group.rank]
             each = zip(*(message.split_with_sizes(numels) for message in small), strict=True)
             pairs = zip(each, cut.small, strict=True)
@@ -298,9 +300,10 @@ class Composed:
         sent = means[0][0][0].dtype  # of all: they travelled together
         widens = sent.is_floating_point and sent.itemsize < self.reduce.itemsize
         dtype = self.reduce if widens else sent
-        if mean_at_once(means, self.scale, dtype):
+        device = means[0][1].device.type
+        if device in fused.DEVICES and fused.mean(means, self.scale, dtype):
             return
-        if means[0][1].device.type != "cpu":
+        if device != "cpu":
             self._mean_by_launches(means, dtype, widens=widens)
             return
         for parts, target, is_fresh in means:
