@@ -519,5 +519,4 @@ def test_doctor_tells_what_the_machine_has(step_device):
     assert machine["cores"] >= 1
     assert machine["link"]["backend"] == "gloo"
     assert machine["link"]["rates"]["gather"]["per_s"] > 0
-    assert {"copy", "read", "write", "durable", "launch", "call"} == machine["rates"].keys()
     assert machine["memory_total"] >= machine["memory_free"] > 0

@@ -187,9 +187,9 @@ def adam(cores: tuple[int, ...]) -> RateRow:
     return RateRow("adam", ADAM_NBYTES * numel * len(cores), act)
 
 
-def launch(device: torch.device) -> RateRow:
-    """A small operation of torch: on an accelerator, until its kernel is queued."""
-    fill = torch.zeros(1, device=device).zero_
+def launch() -> RateRow:
+    """A small operation of torch: with an accelerator, until its kernel is queued."""
+    fill = torch.zeros(1, device=accelerator.kind() or "cpu").zero_
 
     def act() -> None:
         for _ in range(CALLS):

@@ -87,7 +87,7 @@ def measure_cpu(seconds: float) -> Measured:
     wide = Stepped(nbytes, torch.float32, "optimizer")
     narrow = Stepped(nbytes, torch.bfloat16, "optimizer")
     table = [
-        rates.copy(cpu), rates.products(cpu), rates.launch(cpu), rates.call(),
+        rates.copy(cpu), rates.products(cpu), rates.launch(), rates.call(),
         rates.adam(cores_of(0, 1)), wide.row("step_fp32"), narrow.row("step_bf16"),
     ]  # fmt: skip
     return _result("cpu", in_rounds(table, seconds))

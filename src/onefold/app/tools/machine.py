@@ -61,9 +61,9 @@ class HostReport:
     limits: list[Check]
 
 
-def describe(folder: str | None = None) -> HostReport:
-    """Measure this host in about two seconds. Writes a file to `folder`, or to TMPDIR."""
-    folder = folder or tempfile.gettempdir()
+def describe() -> HostReport:
+    """Measure this host in a few seconds. Writes a file to TMPDIR."""
+    folder = tempfile.gettempdir()
     total, free = memory_nbytes()
     disk_free = shutil.disk_usage(folder).free
     return HostReport(
@@ -91,8 +91,7 @@ def _gpu(index: int) -> str:
 
 
 def _measured(folder: str, disk_free: int) -> dict[str, Rate]:
-    device = torch.device(accelerator.kind() or "cpu")
-    rows = [rates.copy(torch.device("cpu")), rates.launch(device), rates.call()]
+    rows = [rates.copy(torch.device("cpu")), rates.launch(), rates.call()]
     if disk_free > 2 * (rates.DISK_NBYTES + rates.DURABLE_NBYTES):
         file = SwapFile(Path(folder), 0)
         file.reserve(rates.DISK_NBYTES)
