@@ -16,6 +16,7 @@ import pytest
 from onefold.app.cli.doctor import _lines
 from onefold.app.cli.main import main
 from onefold.app.tools.machine import HostReport, checks
+from onefold.fit.rates import Rate
 from onefold.text import columns, common_unit, in_unit, shell_lines, show, wrapped
 from tests.support.commands import onefold
 from tests.support.forking import HANG_S
@@ -138,7 +139,7 @@ def test_what_is_read_back_prints_80_columns(trained, command, capsys, monkeypat
 
 MEASURES = [
     ("doctor",), ("bench", "cpu", "--seconds", "0.1"), ("bench", "link", "--seconds", "0.1"),
-    ("bench", "disk", "--seconds", "0.1", "--mib", "8"),
+    ("bench", "disk", "--seconds", "0.1"),
 ]  # fmt: skip
 
 
@@ -211,11 +212,12 @@ def test_host_memory_that_nobody_gave_is_marked_and_asked_for(capsys):
 
 HOST = HostReport(
     versions={"python": "3.11.7", "torch": "2.13.0", "onefold": "0.1.0"}, system="Linux x86_64",
-    cores=2, threads=2, memory_total=2**35, memory_free=2**34, copy_per_s=1e10, disk_folder="/tmp",
-    disk_free=2**40, disk_write_per_s=1e9, backends={"gloo": True, "nccl": True},
+    cores=2, threads=2, memory_total=2**35, memory_free=2**34, disk_folder="/tmp",
+    disk_free=2**40, rates={name: Rate(1e9, 1e9, 1e9, "B", 3) for name in ("copy", "read", "write",
+    "durable", "launch", "call")}, backends={"gloo": True, "nccl": True},
     gpus=["NVIDIA H100 80GB HBM3, 79.1 GiB"] * 8, limits=[],
 )  # fmt: skip
-LINK = {"backend": "nccl", "world_size": 8, "received_per_s": 1e11}
+LINK = {"backend": "nccl", "world_size": 8, "rates": {"gather": {"per_s": 1e11}}}
 
 
 @pytest.mark.parametrize(("changes", "link", "level", "name"), [

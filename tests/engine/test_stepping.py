@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import onefold
-from onefold.compose.stepping import Rates, measured, slowest, stepper_of
+from onefold.compose.stepping import StepRates, measured, slowest, stepper_of
 from onefold.config import Offload
 from onefold.engine import blocks
 from onefold.engine.registry import engine_of
@@ -96,8 +96,8 @@ def test_a_cpu_has_nothing_to_choose():
 
 @pytest.mark.parametrize(
     ("rates", "step", "word"),
-    [(Rates(cpu=56e9, link=8e9), "cpu", "stepped by the CPU: 0.67 billion"),
-     (Rates(cpu=28e9, link=24e9), "device", "2.00 through the device"),
+    [(StepRates(cpu=56e9, link=8e9), "cpu", "stepped by the CPU: 0.67 billion"),
+     (StepRates(cpu=28e9, link=24e9), "device", "2.00 through the device"),
      (None, "cpu", "stepped by the CPU")],
 )  # fmt: skip
 def test_the_faster_way_is_taken_and_says_what_was_measured(rates, step, word, monkeypatch):
@@ -108,23 +108,24 @@ def test_the_faster_way_is_taken_and_says_what_was_measured(rates, step, word, m
 
 
 def test_ranks_agree_on_the_slowest_of_them():
-    def body(rank: int) -> Rates:
-        mine = Rates(cpu=[30e9, 20e9, 40e9][rank], link=[9e9, 12e9, 8e9][rank])
+    def body(rank: int) -> StepRates:
+        mine = StepRates(cpu=[30e9, 20e9, 40e9][rank], link=[9e9, 12e9, 8e9][rank])
         return slowest(mine, Group.of(torch.distributed.group.WORLD))
 
-    assert run_ranks(3, body) == [Rates(20e9, 8e9)] * 3
+    assert run_ranks(3, body) == [StepRates(20e9, 8e9)] * 3
 
 
 def test_all_do_without_where_one_rank_has_no_room_to_measure():
-    def body(rank: int) -> Rates | None:
-        mine = Rates(1e9, 1e9) if rank else None
+    def body(rank: int) -> StepRates | None:
+        mine = StepRates(1e9, 1e9) if rank else None
         return slowest(mine, Group.of(torch.distributed.group.WORLD))
 
     assert run_ranks(2, body) == [None, None]
 
 
 def test_rates_are_measured_in_a_moment(monkeypatch):
-    monkeypatch.setattr("onefold.compose.stepping.PIECE_NUMEL", 1 << 14)
+    monkeypatch.setattr("onefold.fit.rates.beyond_caches", lambda: 1 << 20)
+    monkeypatch.setattr("onefold.fit.rates.CROSSING_NBYTES", 1 << 16)
     found = measured(CPU, (0,))
     assert 1e6 < found.cpu < 1e13
     assert 1e6 < found.link < 1e13

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from functools import cache
@@ -27,6 +28,10 @@ COLLECTIVES = {
 @cache
 def trees() -> dict[Path, ast.Module]:
     return {path: ast.parse(path.read_text()) for path in FILES}
+
+
+def words_of(path: Path) -> list[str]:
+    return re.findall(r"\w+", path.read_text())
 
 
 def at(path: Path, node: ast.AST | None = None) -> str:
@@ -91,6 +96,20 @@ def test_streams_and_devices_are_named_in_one_file():
         if names_a_device(node)
     }
     assert naming == {"tier/accelerator.py"}
+
+
+CLOCKS = {
+    "fit/rates.py": "the rates of a machine",
+    "mixed/speeds.py": "the steps of a run", "recording/meter.py": "the steps of a run",
+    "recording/recorder.py": "one step", "app/train/loop.py": "a run",
+    "app/generate/run.py": "a run",
+}  # fmt: skip
+"""Files that time work, and what they time."""
+
+
+def test_rates_of_a_machine_are_measured_in_one_file():
+    found = {at(path) for path in FILES if {"perf_counter", "timeit"} & set(words_of(path))}
+    assert found == CLOCKS.keys()
 
 
 RANK_FILES = {"devices", "interfaces", "launcher", "ranks", "world"}

@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from onefold.layout.ledger import Kind
+from onefold.recording.page_data import report_of
 from onefold.recording.report import UnitLine
-from onefold.recording.run_report import PlanLines, RankLine, RunReport, Training
+from onefold.recording.run_report import PlanLines, RunReport, Training
 from onefold.recording.step_record import TORCH, Change, Sent, Series, SpanLine, StepRecord
 
 MIB = 2**20
@@ -61,24 +62,22 @@ def record() -> StepRecord:
     return StepRecord(0, 2, 1.8e9, 0.1, tuple(spans()), series, tuple(changes), sent)
 
 
-def report(**changes: Any) -> RunReport:
-    """Two ranks, forty steps."""
+def report(*records: StepRecord, **changes: Any) -> RunReport:
+    """Two ranks, forty steps; `records`: those of the ranks."""
     own = record()
-    other = RankLine.of(replace(own, rank=1, seconds=0.101), 3 * 2**30)
-    made = RunReport(
+    made = report_of(
+        records or (own, replace(own, rank=1, seconds=0.101)),
         about={"model": AWKWARD, "parameters": 12_345_678, "stage": 3, "ranks": 2},
         recorded=3,
-        step=own,
-        ranks=(RankLine.of(own, 2 * 2**30), other),
+        resident=(2 * 2**30, 3 * 2**30),
         training=Training(
             0, tuple(5 / (1 + step / 9) for step in range(40)), (0.2, *[0.1] * 39), 1024, 1.5
         ),
         units=tuple(UnitLine(unit, 2, 3 * 2**18, 3 * MIB) for unit in UNITS),
         machine={"system": "Linux", "cores": 2, "memory_nbytes": 24 * 2**30},
         versions={"onefold": "0.1.0"},
-        written_at="2026-01-31 12:00:00 UTC",
     )
-    return replace(made, **changes)
+    return replace(made, **{"written_at": "2026-01-31 12:00:00 UTC", **changes})
 
 
 def plan() -> PlanLines | None:

@@ -7,32 +7,23 @@
 Ranks of a host share its memory and links, so all measure at once, as they will step.
 """
 
-import timeit
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
 from onefold.config import Offload
-from onefold.tier import accelerator
+from onefold.fit.rates import ADAM_NBYTES, adam, crossing, in_rounds
 from onefold.tier.host import cores_of
 from onefold.tier.step_device import STREAMED_NBYTES
-from onefold.tier.workers import Workers
 from onefold.wire.collectives import Group
 from onefold.wire.ranks import local_place
 
-CPU_NBYTES, CROSSING_NBYTES = 28, 8
-"""Bytes of an fp32 element: gradient in, master and moments in and out; and over the link."""
-PIECE_NUMEL = 4 << 20
-"""Elements that each core steps, and that cross the link: 64 MiB of streams exceed the caches."""
-MOST_CORES = 16
-"""Cores that are measured. More would be bound by memory, and need more than some hosts have."""
-REPEATS = 4
-"""Runs, of which the best counts: the first one touches its memory for the first time."""
+CROSSING_NBYTES = 8
+"""Bytes of an fp32 element over the link, where the CPU steps: gradient and weight."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class StepRates:
     """Bytes per second of one rank: Adam on its cores, and its link each way with both in use."""
 
     cpu: float
@@ -41,7 +32,7 @@ class Rates:
     @property
     def by_cpu(self) -> float:
         """Elements a second that the cores step."""
-        return 1 / (CPU_NBYTES / self.cpu + CROSSING_NBYTES / self.link)
+        return 1 / (ADAM_NBYTES / self.cpu + CROSSING_NBYTES / self.link)
 
     @property
     def streamed(self) -> float:
@@ -60,7 +51,7 @@ class Rates:
 def stepper_of(offload: Offload, device: torch.device, group: Group) -> tuple[Offload, str]:
     """Resolve `Offload.step` to "cpu" or "device", the same on every rank, and say why.
 
-    A collective of half a second where both are possible.
+    A collective of a second where both are possible.
     """
     if offload.step != "auto" or offload.optimizer != "cpu":
         return offload, ""
@@ -74,62 +65,18 @@ def stepper_of(offload: Offload, device: torch.device, group: Group) -> tuple[Of
     ), rates.describe()
 
 
-def measured(device: torch.device, cores: tuple[int, ...]) -> Rates | None:
-    """Measure the rates of this rank, the best of some runs; None where memory is short."""
+def measured(device: torch.device, cores: tuple[int, ...]) -> StepRates | None:
+    """Measure the rates of this rank; None where memory is short."""
     try:
-        return Rates(_cpu_rate(cores[1:][:MOST_CORES] or cores), _link_rate(device))
+        found = in_rounds([adam(cores), crossing(device, "both")])
     except (RuntimeError, MemoryError):  # torch's own are RuntimeErrors
         return None
+    return StepRates(found["adam"].per_s, found["both"].per_s)
 
 
-def slowest(mine: Rates | None, group: Group) -> Rates | None:
+def slowest(mine: StepRates | None, group: Group) -> StepRates | None:
     """Return the lowest rates of all ranks; None if one rank has none. A collective."""
     rates = [rank for rank in group.gather(mine) if rank is not None]
     if len(rates) < group.world_size:
         return None
-    return Rates(min(rank.cpu for rank in rates), min(rank.link for rank in rates))
-
-
-def _cpu_rate(cores: tuple[int, ...]) -> float:
-    workers = Workers(len(cores), "onefold-measure", cores)
-    streams = [[torch.zeros(PIECE_NUMEL) for _ in range(4)] for _ in cores]
-    count = torch.ones(())
-
-    def step(own: list[torch.Tensor]) -> None:
-        p, g, m, v = ([stream] for stream in own)
-        torch._fused_adamw_(
-            p, g, m, v, [], [count], lr=1e-9, beta1=0.9, beta2=0.95, weight_decay=0.0, eps=1e-8,
-            amsgrad=False, maximize=False, grad_scale=None, found_inf=None,
-        )  # fmt: skip
-
-    def all_step() -> None:
-        for task in [workers.give(lambda own=own: step(own)) for own in streams]:
-            task.finish()
-
-    return len(cores) * PIECE_NUMEL * CPU_NBYTES / _fastest(all_step)
-
-
-def _link_rate(device: torch.device) -> float:
-    """Measure both directions at once, from and to page-locked memory."""
-    is_device = device.type != "cpu"
-    near = [torch.zeros(PIECE_NUMEL, device=device) for _ in range(2)]
-    far = [accelerator.pinned(PIECE_NUMEL, torch.float32).zero_() for _ in range(2)]
-    if not is_device:
-        return near[0].nbytes / _fastest(lambda: (near[0].copy_(far[0]), far[1].copy_(near[1])))
-    streams = [accelerator.new(device) for _ in range(2)]
-    for stream in streams:  # behind the zeros
-        stream.wait_stream(accelerator.current(device))
-
-    def both() -> None:
-        with streams[0]:
-            near[0].copy_(far[0], non_blocking=True)
-        with streams[1]:
-            far[1].copy_(near[1], non_blocking=True)
-        for stream in streams:
-            stream.synchronize()
-
-    return near[0].nbytes / _fastest(both)
-
-
-def _fastest(action: Callable[[], object]) -> float:
-    return min(timeit.repeat(action, number=1, repeat=REPEATS))
+    return StepRates(min(rank.cpu for rank in rates), min(rank.link for rank in rates))

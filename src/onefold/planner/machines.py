@@ -1,7 +1,7 @@
 """Machines as data: peak speeds from data sheets, links from measurements, three fitted constants.
 
 docs/measurements/time.md says where every figure comes from, and how far the published runs are
-from it.
+from it. No figure is measured here: `onefold.fit.rates` measures the machine that it runs on.
 """
 
 from collections.abc import Mapping

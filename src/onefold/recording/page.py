@@ -124,10 +124,12 @@ def read(directory: str | os.PathLike[str]) -> RunReport:
         data = json.loads(path.read_text(encoding="utf-8"))
         number = int(data["format"])
         if number <= FORMAT:
-            return RunReport.parse(data)
+            report = RunReport.parse(data)
+            contents(report)  # so that damage of what the page draws is found here, too
+            return report
     except OSError as error:
         raise _refused(f"{DATA} in {str(directory)!r}", error.strerror or str(error)) from error
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise _refused(f"an undamaged {str(path)!r}", reason) from error
     wanted = f"a report of format {FORMAT} or older in {str(path)!r}"

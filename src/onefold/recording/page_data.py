@@ -3,12 +3,13 @@
 import re
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from math import ceil, isfinite, log10
 from statistics import median
 from typing import Any
 
 from onefold.errors import ConfigError
-from onefold.recording.run_report import OtherStep, RankLine, RunReport, StepView, Training
+from onefold.recording.run_report import Fact, RankLine, RunReport, StepView, Training
 from onefold.recording.step_record import (
     COLLECTIVES,
     IDLE,
@@ -23,12 +24,9 @@ from onefold.recording.step_record import (
     total_seconds,
 )
 
-MAX_COLUMNS, MAX_SPANS = 900, 4000
+FIRST, OTHER = (900, 4000), (160, 400)
 """Moments of a memory chart (the highest of each column, and the last), and spans of a timeline
-(the longest) for the step that opens first."""
-
-OTHER_COLUMNS, OTHER_SPANS = 160, 400
-"""The same for each further step, of another rank or of later."""
+(the longest): for the step that opens first, and for each further step."""
 
 MAX_POINTS = 400
 """Steps that a curve shows. Of more steps it shows averages."""
@@ -46,18 +44,11 @@ MAX_MODULES = 40
 
 def contents(report: RunReport, against: RunReport | None = None) -> dict[str, Any]:
     """Return the data that the template's script reads; `against` is compared with the report."""
-    plain = report.plain()
-    names = ("about", "recorded", "machine", "versions", "plan", "written_at", "stage0")
-    own = [(report.recorded, line) for line in report.ranks]
-    lines = own + [(other.recorded, other.line) for other in report.others]
-    distinct = dict(((recorded, line.rank), line) for recorded, line in reversed(lines))
-    views = [view_of(report.step, report.recorded), *(other.view for other in report.others)]
+    data = report.as_json()
     return {
-        **{name: plain[name] for name in names},
+        **data,
         "diagnosis": report.diagnosis,
-        "lines": [[recorded, _members(line)] for (recorded, _), line in distinct.items()][::-1],
-        "views": [_members(view) for view in views],
-        "units": plain["units"][:MAX_UNITS],
+        "units": data["units"][:MAX_UNITS],
         "num_units": len(report.units),
         "predicted": predicted_line(report),
         "training": None if report.training is None else _curves(report.training),
@@ -66,33 +57,38 @@ def contents(report: RunReport, against: RunReport | None = None) -> dict[str, A
     }
 
 
-def _members(record: RankLine | StepView) -> dict[str, Any]:
-    """Return the members of a line or a view as JSON has them."""
-    return {name: getattr(record, name) for name in record.__dataclass_fields__}
+def report_of(
+    records: Sequence[StepRecord], *, about: Mapping[str, Fact], recorded: int | None = None,
+    resident: Sequence[int] = (), others: Sequence[StepView] = (), **members: Any,
+) -> RunReport:  # fmt: skip
+    """Report on one record a rank, of which the page opens the first, and on `others`.
+
+    `resident` is the peak of each rank's process in bytes, where it is known.
+    """
+    known = [*resident, *[0] * len(records)]
+    own = [view_of(record, recorded, most, resident_peak_nbytes=nbytes) for record, nbytes, most
+           in zip(records, known, [FIRST, *[OTHER] * len(records)], strict=False)]  # fmt: skip
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    views, size = (*own, *others), records[0].world_size
+    return RunReport(dict(about), views, size, written_at=now, **members)
 
 
 def view_of(
-    record: StepRecord, recorded: int | None, columns: int = MAX_COLUMNS, spans: int = MAX_SPANS
-) -> StepView:
-    """Return what the page draws of one step of one rank, in a bounded number of bytes."""
+    record: StepRecord, recorded: int | None, most: tuple[int, int] = OTHER,
+    resident_peak_nbytes: int = 0,
+) -> StepView:  # fmt: skip
+    """Return the sums of one step of one rank, and what the page draws of it."""
+    columns, spans = most
     return StepView(
         recorded=recorded,
-        rank=record.rank,
-        seconds=record.seconds,
+        line=RankLine.of(record, resident_peak_nbytes),
         sent={name: {"calls": s.calls, "nbytes": s.nbytes} for name, s in record.sent.items()},
-        phases=tuple([s.verb, s.start, s.stop] for s in record.spans if s.stream == "phase"),
         memory=tuple(memory_stacks(record, columns)),
         lanes=tuple(lanes(record, spans)),
         times=tuple(times_by_verb(record)),
         idle=idle_seconds(record),
         modules=tuple(grouped_modules(record.modules)),
     )
-
-
-def other_of(record: StepRecord, recorded: int | None) -> OtherStep:
-    """Return a further step of a report: of another rank, or a later one."""
-    view = view_of(record, recorded, OTHER_COLUMNS, OTHER_SPANS)
-    return OtherStep(recorded, RankLine.of(record), view)
 
 
 def grouped_modules(modules: Mapping[str, int]) -> list[list[Any]]:
@@ -105,7 +101,7 @@ def grouped_modules(modules: Mapping[str, int]) -> list[list[Any]]:
     return sorted(rows, key=lambda row: -row[2])[:MAX_MODULES]
 
 
-def memory_stacks(record: StepRecord, columns: int = MAX_COLUMNS) -> list[dict[str, Any]]:
+def memory_stacks(record: StepRecord, columns: int) -> list[dict[str, Any]]:
     """Stack the kinds of each tier that holds anything.
 
     `layers[i][t]` is the bytes of kind i at `times[t]`, from the bottom up; `peaks` has the peak of
@@ -149,19 +145,19 @@ def predicted_line(report: RunReport) -> list[tuple[float, float, int]]:
 
     A moment names a phase and a unit; a moment of no unit stands for the whole phase.
     """
-    spans: dict[tuple[str, str, str], deque[SpanLine]] = defaultdict(deque)
-    for span in report.step.spans:
-        spans[span.stream, span.verb, span.unit].append(span)
+    spans: dict[tuple[str, str, str], deque[tuple[float, float]]] = defaultdict(deque)
+    bars = [(bar, lane["stream"]) for lane in report.views[0].lanes for bar in lane["spans"]]
+    for (verb, unit, start, stop, _), stream in sorted(bars, key=lambda bar: bar[0][2]):
+        spans[stream, verb, unit].append((start, stop))
     line: list[tuple[float, float, int]] = []
     for moment in report.plan.predicted.timeline if report.plan else ():
         matching = spans["compute" if moment.unit else "phase", moment.phase, moment.unit]
         if matching:
-            span = matching.popleft()
-            line.append((span.start, span.stop, sum(moment.nbytes_by_kind.values())))
+            line.append((*matching.popleft(), sum(moment.nbytes_by_kind.values())))
     return sorted(line)
 
 
-def lanes(record: StepRecord, most: int = MAX_SPANS) -> list[dict[str, Any]]:
+def lanes(record: StepRecord, most: int) -> list[dict[str, Any]]:
     """Return a row for each stream, and further rows where spans of a stream overlap."""
     longest = sorted(record.spans, key=lambda span: span.start - span.stop)[:most]
     lanes: list[dict[str, Any]] = []
@@ -273,7 +269,8 @@ def _figures(report: RunReport) -> dict[tuple[str, str], float]:
     for kind in known_first((kind for line in lines for kind in line.peak_by_kind), KINDS):
         most = max(line.peak_by_kind.get(kind, 0) for line in lines)
         figures |= {(f"peak of {KINDS.get(kind, kind)}", "B"): most} if most else {}
-    for verb, stream, _, seconds, _ in times_by_verb(report.step):
+    for row in report.views[0].times:
+        verb, stream, seconds = str(row[0]), row[1], row[3]
         where = ", in the background" if stream == "background" else ""
         figures[VERBS.get(verb, verb) + where, "s"] = seconds
     if report.training is not None:

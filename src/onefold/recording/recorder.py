@@ -36,7 +36,6 @@ from onefold.recipe import Recipe
 from onefold.recording.allocator import allocator_probe
 from onefold.recording.module_bytes import ModuleBytes
 from onefold.recording.report import unit_lines
-from onefold.recording.run_report import RunReport
 from onefold.recording.step_record import TORCH, Change, Sent, Series, SpanLine, StepRecord
 from onefold.tier import accelerator
 from onefold.wire_config import Wire
@@ -83,17 +82,15 @@ class Recording:
             later: recordings of later steps, among which the page lets its reader choose.
         """
         from onefold.recording.page import write
-        from onefold.recording.page_data import other_of
+        from onefold.recording.page_data import report_of, view_of
 
         engine = self._engine
         about = {"stage": engine.recipe.stage.number, "ranks": engine.group.world_size}
         about |= {"offload": engine.facts.description} if engine.facts.description else {}
-        report = RunReport.of(
-            [self.step], about=about, units=unit_lines(engine.units), recorded=self.number
-        )
-        report = replace(
-            report, stage0=stage0_nbytes(engine.recipe),
-            others=tuple(other_of(recording.step, recording.number) for recording in later),
+        report = report_of(
+            [self.step], about=about, units=unit_lines(engine.units), recorded=self.number,
+            stage0=stage0_nbytes(engine.recipe),
+            others=[view_of(recording.step, recording.number) for recording in later],
         )  # fmt: skip
         write(directory, report, [self.step])
 

@@ -3,20 +3,15 @@
     {"format": 1,
      "written_at": "2026-01-31 12:00:00 UTC",
      "about":    {name: text or number}          the run: model, stage, ranks, ...
-     "recorded": 3                               which step was recorded, from 1; null if unknown
-     "step":     {"rank", "world_size", "began_at", "seconds",
-                  "spans":   [{"stream", "verb", "unit", "start", "stop", "nbytes"}]   seconds
-                  "series":  [{"kind", "tier"}],
-                  "changes": [[seconds, index of a series, bytes from then on]],
-                  "sent":    {collective: {"calls", "nbytes"}},
-                  "modules": {name: bytes of activations that its forward leaves}},
-     "ranks":    [{"rank", "seconds", "compute_s", "wait_s", "sent_nbytes",
-                   "peak_by_tier": {tier: bytes at once}, "peak_by_kind": {kind: bytes},
-                   "at_peak": {kind: bytes},       on the device, at its peak
-                   "resident_peak_nbytes"}]        of the recorded step; the last of the process
+     "world_size": 2,
+     "views":    [{"recorded": 3,                  which step was recorded, from 1; null if unknown
+                   "line": {"rank", "seconds", "compute_s", "wait_s", "sent_nbytes",
+                            "peak_by_tier": {tier: bytes at once}, "peak_by_kind": {kind: bytes},
+                            "at_peak": {kind: bytes},      on the device, at its peak
+                            "resident_peak_nbytes"},       of the process since it began
+                   and what the page draws: "sent", "memory", "lanes", "times", "idle", "modules"}]
+                                                   by step and rank; the page opens the first
      "stage0":   {kind: bytes}                     the states that a rank would hold at stage 0
-     "others":   [{"recorded", "line": as in "ranks", "view": what the page draws}]  of further
-                                                   steps and ranks
      "training": {"first_step", "losses": [nats], "seconds": [per step], "tokens_per_step",
                   "held_out", "peaks": [bytes per step]} or null
      "units":    [{"name", "num_parameters", "numel", "nbytes"}],
@@ -25,15 +20,15 @@
                   "predicted": {"peak_nbytes", "by_kind": {kind: bytes},
                                 "timeline": [{"phase", "unit", "nbytes_by_kind"}]}} or null}
 
-Numbers that JSON cannot express (a loss that is not finite) are null. `format` grows with a change
-that an older reader would misunderstand, not with a new member.
+Spans and bytes of whole steps are in `trace.json`. Numbers that JSON cannot express (a loss that is
+not finite) are null. `format` grows with a change that an older reader would misunderstand, not
+with a new member.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
-from datetime import UTC, datetime
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -97,30 +92,19 @@ class RankLine:
 
 @dataclass(frozen=True, slots=True)
 class StepView:
-    """What the page draws of one step of one rank; `page_data.view_of` makes it.
+    """One recorded step of one rank: its sums, and what the page draws (`page_data.view_of`).
 
-    Its members are lists and dicts as the page's script reads them, bounded in size.
+    Members without a type of their own are lists as the page's script reads them, bounded in size.
     """
 
     recorded: int | None
-    rank: int
-    seconds: float
+    line: RankLine
     sent: dict[str, Any]  # collective: calls, nbytes
-    phases: tuple[Any, ...]  # verb, start, stop
     memory: tuple[Any, ...]  # tier, kinds, times, layers, peaks
     lanes: tuple[Any, ...]  # name, stream, spans
     times: tuple[Any, ...]  # verb, stream, spans, seconds, bytes
     idle: dict[str, float]  # seconds that are neither busy nor waiting, by their place
     modules: tuple[Any, ...]  # name, number of modules, bytes
-
-
-@dataclass(frozen=True, slots=True)
-class OtherStep:
-    """A further recorded step: of another rank, or a later one."""
-
-    recorded: int | None
-    line: RankLine
-    view: StepView
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +155,8 @@ class RunReport:
     """The contents of a page."""
 
     about: dict[str, Fact]
-    step: StepRecord
-    ranks: tuple[RankLine, ...]
-    recorded: int | None = None
+    views: tuple[StepView, ...]
+    world_size: int
     training: Training | None = None
     units: tuple[UnitLine, ...] = ()
     machine: dict[str, Fact] = field(default_factory=dict[str, Fact])
@@ -181,28 +164,17 @@ class RunReport:
     plan: PlanLines | None = None
     written_at: str = ""
     stage0: dict[str, int] = field(default_factory=dict[str, int])
-    others: tuple[OtherStep, ...] = ()
 
-    @staticmethod
-    def of(
-        records: Sequence[StepRecord], *, about: Mapping[str, Fact],
-        units: Sequence[UnitLine] = (), recorded: int | None = None, resident: Sequence[int] = (),
-    ) -> RunReport:  # fmt: skip
-        """Report on one record a rank, of which the page opens the first.
-
-        `resident` is the peak of each rank's process in bytes, where it is known.
-        """
-        known = [*resident, *[0] * len(records)]
-        lines = tuple(map(RankLine.of, records, known))
-        now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-        return RunReport(
-            dict(about), records[0], lines, recorded, units=tuple(units), written_at=now
-        )
+    @property
+    def ranks(self) -> list[RankLine]:
+        """The sums of all ranks in the step that the page opens."""
+        recorded = self.views[0].recorded
+        return [view.line for view in self.views if view.recorded == recorded]
 
     @property
     def title(self) -> str:
         """The model, its stage and the number of ranks."""
-        ranks = self.step.world_size
+        ranks = self.world_size
         model, stage = self.about.get("model", "one training step"), self.about.get("stage")
         over = "1 rank" if ranks == 1 else f"{ranks:,d} ranks"
         return f"{model}, {over}" if stage is None else f"{model}: stage {stage} over {over}"
@@ -215,7 +187,8 @@ class RunReport:
         share = format_share(most.wait_share)
         if most.wait_share < SMALL_WAIT:
             return f"The step computes: only {share} of it waits."
-        if self.step.total("compute", "wait_step") > most.wait_s / 2:
+        behind = sum(row[3] for row in self.views[0].times if row[0] == "wait_step")
+        if behind > most.wait_s / 2:
             return f"{share} of the step waits for optimizer steps on another tier."
         if most.wait_s - least.wait_s > most.wait_s / 2:
             return f"{share} of the step waits: rank {most.rank} for rank {least.rank}."
@@ -224,23 +197,15 @@ class RunReport:
 
     def as_json(self) -> dict[str, Any]:
         """Convert to plain values in the form above."""
-        step = asdict(replace(self.step, changes=()))
-        step["changes"] = [[c.time, c.series, c.nbytes] for c in self.step.changes]
-        others = [asdict(other) for other in self.others]
-        data = {"format": FORMAT, **self.plain(), "step": step, "others": others}
-        return finite(data, digits=7)  # times to 0.1 us
-
-    def plain(self) -> dict[str, Any]:
-        """Convert all but the steps to plain values."""
-        data = asdict(replace(self, step=replace(self.step, spans=(), changes=()), others=()))
-        return finite(data, digits=7)
+        return {"format": FORMAT, **finite(asdict(self), digits=7)}  # times to 0.1 us
 
     @staticmethod
     def parse(data: Mapping[str, Any]) -> RunReport:
         """Convert from JSON. Damage raises a `KeyError`, `TypeError`, `ValueError` or the like."""
         report: RunReport = _typed(RunReport, data)
-        changes = sorted(report.step.changes, key=lambda change: change.time)
-        return replace(report, step=replace(report.step, changes=tuple(changes)))
+        if not report.views:
+            raise ValueError("no step")
+        return report
 
 
 def _typed(wanted: Any, value: Any) -> Any:
@@ -261,10 +226,9 @@ def _typed(wanted: Any, value: Any) -> Any:
     return wanted(value)
 
 
-def _members(wanted: Any, value: Any) -> Any:
-    """Convert an object, or the list of its members. An absent or null member has its default."""
+def _members(wanted: Any, members: Any) -> Any:
+    """Convert an object. An absent or null member has its default."""
     types = _types(wanted)
-    members = dict(zip(types, value, strict=True)) if isinstance(value, list) else value
     optional = {member.name for member in fields(wanted)
                 if (member.default, member.default_factory) != (MISSING, MISSING)}  # fmt: skip
     return wanted(**{

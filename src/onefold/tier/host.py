@@ -4,15 +4,12 @@ import gc
 import os
 import platform
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 MIB, GIB = 2**20, 2**30
-DISK_NBYTES = 192 * MIB
 
 
 def versions() -> dict[str, str]:
@@ -104,19 +101,6 @@ def _cgroup_memory() -> Iterator[tuple[Path, Path]]:
         root = _CGROUP / controller
         for folder in dict.fromkeys([root, *(root / path for path in own)]):
             yield folder / limit, folder / used
-
-
-def measure_disk(folder: str) -> float:
-    """Bytes per second of writing one file and waiting until it is on the disk."""
-    block = bytes(8 * MIB)
-    with tempfile.TemporaryFile(dir=folder) as file:
-        begun = time.perf_counter()
-        written = 0
-        while written < DISK_NBYTES and time.perf_counter() - begun < 2.0:
-            written += file.write(block)
-        file.flush()
-        os.fsync(file.fileno())
-        return written / (time.perf_counter() - begun)
 
 
 @contextmanager

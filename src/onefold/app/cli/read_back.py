@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -223,12 +224,14 @@ def run_report(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     if arguments.second is not None:
         return _compare(arguments, report, read(arguments.second))
     page = str(draw(Path(arguments.directory), report))
-    data = report.plain()
+    data, first = report.as_json(), report.views[0]
     facts = {
         "page": page,
-        **{name: data[name] for name in ("about", "recorded", "ranks", "plan", "written_at")},
-        "seconds": report.step.seconds,
-        "sent": data["step"]["sent"],
+        **{name: data[name] for name in ("about", "plan", "written_at")},
+        "recorded": first.recorded,
+        "ranks": [asdict(line) for line in report.ranks],
+        "seconds": first.line.seconds,
+        "sent": first.sent,
         "losses": data["training"]["losses"] if data["training"] else [],
     }
     print_result(arguments, facts, [*report_lines(report), f"page: {page}"])
@@ -259,7 +262,8 @@ def report_lines(report: RunReport) -> list[str]:
     from onefold.recording.step_record import KINDS
 
     shown = report.ranks[:MAX_COLUMNS]
-    head = "step" if report.recorded is None else f"step {report.recorded:,d}"
+    recorded = report.views[0].recorded
+    head = "step" if recorded is None else f"step {recorded:,d}"
     rows = [
         [head, *(f"rank {line.rank}" for line in shown)],
         ["time", *(format_seconds(line.seconds) for line in shown)],

@@ -14,20 +14,18 @@ import onefold
 from onefold.app.generate import sources
 from onefold.app.generate.sources import ModelSource
 from onefold.app.generate.tokens import TEMPERATURE, Bytes, Streamer, Tokens, Words, sampled_bytes
-from onefold.app.measure import disk_rate
-from onefold.app.tools.bandwidth import Ask, measure_copies
 from onefold.app.train.job import GenerateJob
 from onefold.app.train.memory_table import MeasuredMemory, measure
 from onefold.engine.engine import Engine
 from onefold.engine.registry import engine_of
 from onefold.errors import ConfigError, listed
+from onefold.fit.rates import RateRow, blocks_of, crossing, in_rounds
 from onefold.planner.models.gpt import GPT
 from onefold.planner.passes import Use, streamed_nbytes, verb_of
 from onefold.recipe import Recipe
 from onefold.text import format_bytes
 from onefold.tier.disk import BlockFile, DiskStore
 from onefold.tier.files import FileStore
-from onefold.tier.host import MIB
 from onefold.wire.world import World
 
 if TYPE_CHECKING:
@@ -39,8 +37,8 @@ MAX_NOTES = 4
 WARM_PASSES = 3
 """Passes that are not measured: the first reads units that stay, the next ones learn the order."""
 
-COPIES = Ask(0.2, 128 * MIB)
-"""A measurement of copies to a device."""
+RATE_S = 0.2
+"""Seconds for which the way of weights is measured, about."""
 
 LOOKUP_TOKENS = 10
 """Tokens that prompt lookup proposes for a pass: as many as transformers' documentation takes."""
@@ -314,12 +312,17 @@ def _link(loaded: Loaded, passes: Passes, world: World) -> tuple[Passes, WeightL
     files = files_of(engine_of(loaded.module))
     if files:
         world.group.gather(0)  # all ranks begin
-        return passes, WeightLink("disk", disk_rate(files) if passes.nbytes else 0.0)
+        row = blocks_of(files, "read")
+        return passes, WeightLink("disk", _rate(row) if passes.nbytes and row.amount else 0.0)
     passes = replace(passes, nbytes=_streamed(loaded.recipe, loaded.module))
     if passes.nbytes == 0:
         return passes, WeightLink("", 0.0)
     if loaded.recipe.rests_near:
         return passes, WeightLink("other ranks", 0.0)
-    copies = measure_copies(COPIES)
-    rate = copies["h2d_pinned"]["bytes_per_s"] if copies else 0.0
+    on_cpu = world.device.type == "cpu"
+    rate = 0.0 if on_cpu else _rate(crossing(world.device, "h2d"))
     return passes, WeightLink("copies to the device", rate)
+
+
+def _rate(row: RateRow) -> float:
+    return in_rounds([row], RATE_S)[row.name].per_s

@@ -8,7 +8,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -16,25 +15,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from onefold.app.measure import highest_rate
-from onefold.app.tools.bandwidth import Ask, measure_link
+from onefold.app.tools.bandwidth import measure_link
 from onefold.compat import lacks
 from onefold.engine.adam_kernel import kernel
+from onefold.fit import rates
+from onefold.fit.rates import Rate, in_rounds
 from onefold.text import counted, format_bytes, format_rate
 from onefold.tier import accelerator
-from onefold.tier.host import (
-    DISK_NBYTES,
-    GIB,
-    MIB,
-    measure_disk,
-    memory_nbytes,
-    usable_cores,
-    versions,
-)
+from onefold.tier.disk import SwapFile
+from onefold.tier.host import GIB, MIB, memory_nbytes, usable_cores, versions
 from onefold.versions import outside
 from onefold.wire.world import World
-
-COPY_NBYTES = 128 * MIB
 
 _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 
@@ -62,18 +53,17 @@ class HostReport:
     threads: int
     memory_total: int
     memory_free: int
-    copy_per_s: float  # of a copy from memory to memory, read and write counted once
     disk_folder: str
     disk_free: int
-    disk_write_per_s: float  # to the disk itself, fsync included
+    rates: dict[str, Rate]  # as `fit.rates` names them; those of a full disk are absent
     backends: dict[str, bool]
     gpus: list[str]
     limits: list[Check]
 
 
-def describe(folder: str | None = None) -> HostReport:
-    """Measure this host in about two seconds. Writes a file to `folder`, or to TMPDIR."""
-    folder = folder or tempfile.gettempdir()
+def describe() -> HostReport:
+    """Measure this host in a few seconds. Writes a file to TMPDIR."""
+    folder = tempfile.gettempdir()
     total, free = memory_nbytes()
     disk_free = shutil.disk_usage(folder).free
     return HostReport(
@@ -83,10 +73,9 @@ def describe(folder: str | None = None) -> HostReport:
         threads=torch.get_num_threads(),
         memory_total=total,
         memory_free=free,
-        copy_per_s=_measure_copy(),
         disk_folder=folder,
         disk_free=disk_free,
-        disk_write_per_s=measure_disk(folder) if disk_free > 2 * DISK_NBYTES else 0.0,
+        rates=_measured(folder, disk_free),
         backends={
             "gloo": dist.is_available() and dist.is_gloo_available(),
             "nccl": dist.is_available() and dist.is_nccl_available(),
@@ -101,24 +90,23 @@ def _gpu(index: int) -> str:
     return f"{name}, {format_bytes(nbytes)}"
 
 
-def _measure_copy() -> float:
-    """Return bytes per second of copying a block larger than any cache, with torch's threads."""
-    source = torch.zeros(COPY_NBYTES, dtype=torch.uint8)
-    return highest_rate("copy", COPY_NBYTES, partial(torch.empty_like(source).copy_, source))
+def _measured(folder: str, disk_free: int) -> dict[str, Rate]:
+    rows = [rates.copy(torch.device("cpu")), rates.launch(), rates.call()]
+    if disk_free > 2 * (rates.DISK_NBYTES + rates.DURABLE_NBYTES):
+        file = SwapFile(Path(folder), 0)
+        file.reserve(rates.DISK_NBYTES)
+        ways = ("write", "read")  # blocks that nobody has written are read without the disk
+        rows += [*(rates.blocks_of([file], way) for way in ways), rates.durable(folder)]
+    return in_rounds(rows)
 
 
 def link_facts(world: World) -> dict[str, Any]:
-    """Measure the gathers of units between ranks for a second; a collective.
-
-    `received_per_s` counts the bytes that a rank receives in a second, of a buffer of `nbytes`.
-    """
+    """Measure the gathers of units between ranks for a second; a collective."""
     backend = "nccl" if world.group.is_nccl else "gloo"
     facts: dict[str, Any] = {"backend": backend, "world_size": world.world_size}
     if world.world_size == 1:
-        return {**facts, "nbytes": 0, "received_per_s": 0.0}
-    measured = measure_link(world, Ask(seconds=1.0))
-    speed = measured["rates"]["gather"]["bytes_per_s"]
-    return {**facts, "nbytes": measured["nbytes"], "received_per_s": speed}
+        return {**facts, "rates": {}}
+    return {**facts, "rates": measure_link(world, seconds=1.0)["rates"]}
 
 
 def checks(machine: HostReport, link: dict[str, Any] | None) -> list[Check]:
@@ -129,7 +117,10 @@ def checks(machine: HostReport, link: dict[str, Any] | None) -> list[Check]:
     wire = "not measured: the ranks failed"
     if link is not None:
         wire = f"{link['backend']} between {counted(link['world_size'], 'rank')}, "
-        wire += f"gathers {format_rate(link['received_per_s'])}"
+        if link["rates"]:
+            wire += f"gathers {format_rate(link['rates']['gather']['per_s'])}"
+    found, ways = machine.rates, {"read": "reads", "write": "writes", "durable": "durable writes"}
+    disk = ", ".join(f"{word} {found[way]}" for way, word in ways.items() if way in found)
     untested = outside("torch", machine.versions["torch"])
     facts = [
         ("versions", ", ".join(f"{name} {number}" for name, number in machine.versions.items()),
@@ -137,13 +128,14 @@ def checks(machine: HostReport, link: dict[str, Any] | None) -> list[Check]:
         ("system", f"{machine.system}, {machine.cores} cores, {machine.threads} torch threads",
          OK, False, ""),
         ("memory", f"{format_bytes(machine.memory_total)}, "
-         f"{format_bytes(machine.memory_free)} free, copies {format_rate(machine.copy_per_s)}",
+         f"{format_bytes(machine.memory_free)} free, copies {found['copy']}",
          WARN, machine.memory_total < 4 * GIB,
          "training needs 16 bytes per parameter: take a smaller model, or --offload disk:PATH"),
-        ("disk", f"{format_bytes(machine.disk_free)} free, writes "
-         f"{format_rate(machine.disk_write_per_s)}: {machine.disk_folder}", WARN,
+        ("disk", f"{format_bytes(machine.disk_free)} free: {machine.disk_folder}", WARN,
          machine.disk_free < 10 * GIB,
          "checkpoints need 12 bytes per parameter: free some space, or save to another disk"),
+        ("disk rates", disk, OK, False, ""),
+        ("host", f"{found['launch']} a launch, {found['call']} a Python call", OK, False, ""),
         ("link", wire, FAIL, link is None,
          "the error of the ranks is above; local ranks meet at 127.0.0.1, which must be reachable"),
         ("backends", ", ".join(f"{name} {'yes' if has else 'no'}"

@@ -14,31 +14,23 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import partial
-from statistics import median
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from onefold.app.measure import BandwidthRow, in_rounds, waiter
 from onefold.errors import OnefoldError, expected, listed
 from onefold.fit.bounds import RankMemory
+from onefold.fit.rates import copy, exchange, in_rounds, products
 from onefold.fit.shares import PARTS, weights_of
 from onefold.layout.row_split import RankTime, rows_of
 from onefold.text import columns, format_bytes, format_rate, wrapped
 from onefold.tier import accelerator
-from onefold.tier.host import MIB, free_host_nbytes
+from onefold.tier.host import free_host_nbytes
 from onefold.wire.ranks import local_place
 from onefold.wire.world import World, ending_process
 
-WIDTHS = {"cpu": 512, "cuda": 4096}
-"""Rows of the square matrices of a product."""
-COPY_NBYTES = {"cpu": 32 * MIB, "cuda": 256 * MIB}
-PAIR_NBYTES = {"cpu": 4 * MIB, "cuda": 32 * MIB}
 OWN_SECONDS = 0.6
-PAIR_TIMES = 5
 TOLERANCE = 0.1
 """Ranks that differ by less share evenly: a short measurement says no more."""
 POLL_S, GRACE_S = 0.02, 2.0
@@ -242,23 +234,13 @@ def _no_answer(ranks: Sequence[int], timeout: float) -> str:
 
 def _own_speeds(world: World) -> RankSpeeds:
     """Measure products and copies of this rank, while the others measure theirs."""
-    device, kind = world.device, "cpu" if world.device.type == "cpu" else "cuda"
-    width, nbytes = WIDTHS[kind], COPY_NBYTES[kind]
-    dtype = torch.float32 if kind == "cpu" else torch.bfloat16
-    left, right = (torch.randn(width, width, device=device, dtype=dtype) for _ in range(2))
-    source = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    finish = waiter(device)
-    rows = [
-        BandwidthRow("products", 2 * width**3, partial(torch.mm, left, right), finish=finish),
-        BandwidthRow("copies", nbytes, partial(torch.empty_like(source).copy_, source),
-                     finish=finish),
-    ]  # fmt: skip
-    rates = in_rounds(rows, OWN_SECONDS)["rates"]
-    name = "cpu" if kind == "cpu" else accelerator.model(device)[0]
+    device = world.device
+    rates = in_rounds([products(device), copy(device)], OWN_SECONDS)
+    name = "cpu" if device.type == "cpu" else accelerator.model(device)[0]
     memory = RankMemory(device, local_place(world.group)[1], world.group)
     return RankSpeeds(
         world.rank, socket.gethostname(), name, memory.free(),
-        free_host_nbytes(), rates["products"]["bytes_per_s"], rates["copies"]["bytes_per_s"],
+        free_host_nbytes(), rates["products"].per_s, rates["copy"].per_s,
     )  # fmt: skip
 
 
@@ -280,20 +262,11 @@ def rounds_of(world_size: int) -> list[list[int | None]]:
 
 def _own_links(world: World) -> list[float]:
     """Return the bytes per second from this rank to each other; 0 to itself."""
-    nbytes = PAIR_NBYTES["cpu" if world.device.type == "cpu" else "cuda"]
-    sent = torch.zeros(nbytes, dtype=torch.uint8, device=world.device)
-    received, nothing = torch.empty_like(sent), sent[:0]
-    finish, rates = waiter(world.device), [0.0] * world.world_size
+    rates = [0.0] * world.world_size
     for partners in rounds_of(world.world_size):
         partner = partners[world.rank]
-        numels = [nbytes if rank == partner else 0 for rank in range(world.world_size)]
-        out, own = (received, sent) if partner is not None else (nothing, nothing)
-        took: list[float] = []
-        for _ in range(PAIR_TIMES):
-            begun = time.perf_counter()
-            world.group.all_to_all(out, own, numels, numels).wait()
-            finish()
-            took.append(time.perf_counter() - begun)
+        peers = [] if partner is None else [partner]
+        found = in_rounds([exchange(world.group, world.device, peers)])  # as many on each rank
         if partner is not None:
-            rates[partner] = nbytes / median(took[1:])  # the first one connects
+            rates[partner] = found["exchange"].per_s
     return rates

@@ -25,16 +25,15 @@ from onefold.planner.trace import Trace, tokens_of, trace
 from onefold.recipe import Recipe
 from onefold.recording.meter import PeakMeter
 from onefold.recording.page import write
-from onefold.recording.page_data import other_of
+from onefold.recording.page_data import report_of, view_of
 from onefold.recording.recorder import Recording
 from onefold.recording.report import Report
 from onefold.recording.run_report import (
     Fact,
     MemoryPlan,
-    OtherStep,
     PlanLines,
     PlannedMoment,
-    RunReport,
+    StepView,
     Training,
 )
 from onefold.recording.step_record import TORCH
@@ -225,14 +224,12 @@ class RunRecorder:
             yield
         self.peaks.end_step()
 
-    def others(self, world: World) -> list[OtherStep]:
-        """Return the recorded steps of all ranks, in order, without the first of rank 0.
-
-        A collective.
-        """
-        own = [other_of(recording.step, step + 1) for step, recording in self.recordings.items()]
+    def later(self, world: World) -> list[StepView]:
+        """Return the recorded steps of all ranks but the first step, in order. A collective."""
+        steps = list(self.recordings.items())[1:]
+        own = [view_of(recording.step, number + 1) for number, recording in steps]
         ranks = world.group.gather(own)
-        return [step for steps in zip(*ranks, strict=True) for step in steps][1:]
+        return [view for views in zip(*ranks, strict=True) for view in views]
 
 
 def write_report(
@@ -243,7 +240,7 @@ def write_report(
     if job.report is None or not recorder.recordings:
         return ""
     number, recording = next(iter(recorder.recordings.items()))
-    records, others = world.group.gather(recording.step), recorder.others(world)
+    records, later = world.group.gather(recording.step), recorder.later(world)
     if world.rank > 0:
         return world.group.gather("")[0]
     own = onefold.report(recorder.module)
@@ -251,17 +248,13 @@ def write_report(
     about = {"model": job.model, **sizes, **_about(job), "stage": own.stage}
     if job.offload:
         about["planned"] = own.offload
-    report = RunReport.of(
-        records, about=about, units=own.units, recorded=number + 1,
+    report = report_of(
+        records, about=about, units=tuple(own.units), recorded=number + 1, others=later,
         resident=[memory.resident_peak for memory in result.memory],
-    )  # fmt: skip
-    report = replace(
-        report,
         training=Training(
             result.first_step, tuple(result.losses), tuple(step_seconds), job.tokens_per_step,
             result.held_out, tuple(recorder.peaks.peaks),
         ),
-        others=tuple(others),
         machine={
             "system": f"{platform.system()} {platform.machine()}",
             "device": str(world.device),
