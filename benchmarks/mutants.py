@@ -65,6 +65,8 @@ LIMIT_S, BATCHES = 20.0, (6, 18, 60, 200, 400)
 HANG_CPU_S, HANG_WALL_S, LONGER, LONGEST_S = 15.0, 60.0, 10.0, 240.0
 """A case hangs after so much, and `LONGER` times what it took for the map."""
 IMPORTS = (1.0, 3.0)
+LEFT_OUT = ("gone", "not run")
+"""Ends that count neither way."""
 MEMORY_NBYTES = 6 << 30
 FLAGS = (
     "-m", "not again", "-p", "no:randomly", "-p", "no:cacheprovider", "--hypothesis-seed=0",
@@ -362,10 +364,10 @@ class Map:
         return [] if mark is None else [c for c, hits in self._hits.items() if hits >> mark & 1]
 
     def job(self, key: str, file: str, line: int, text: str) -> Job:
-        """The tests of a fault: of each file in turn, cheapest first, to the limit.
+        """The tests of a fault: cheapest first, but not those of one file one after another.
 
-        Files of the fault's room and laws come before others, with four cases at a time. Collecting
-        costs time, so cases are collected in batches that grow.
+        Files of the fault's room and laws come before others. Collecting costs time, so cases are
+        collected in batches that grow.
         """
         by_file = defaultdict[str, list[str]](list)
         for case in self.executing(file, line):
@@ -373,13 +375,11 @@ class Map:
         cost = {case: self.cases[case]["cpu"] for cases in by_file.values() for case in cases}
         turns = []
         for name, cases in by_file.items():
-            is_near = name.split("/")[1] in (file.split("/")[0], "laws")
-            for i, case in enumerate(sorted(cases, key=lambda case: cost[case])):
-                turns.append(
-                    (i // 4 if is_near else 2 + i, not is_near, cost[cases[0]], name, case)
-                )
+            weight = 1 if name.split("/")[1] in (file.split("/")[0], "laws") else 2
+            for i, case in enumerate(sorted(cases, key=lambda case: (cost[case], case))):
+                turns.append((weight * (cost[case] + 0.01) * (4 + i), case))
         chosen, spent = list[str](), 0.0
-        for *_, case in sorted(turns):
+        for _, case in sorted(turns):
             if spent < LIMIT_S:
                 chosen.append(case)
                 spent += cost[case]
@@ -447,17 +447,21 @@ def run(options: argparse.Namespace) -> None:
     jobs = deque(cases.job(m.name, *found[m.name]) for m in mutants if m.name in found)
     jobs = deque(job for job in jobs if needs_run(job, ends.get(job.key)))
     jobs = deque(sorted(jobs, key=lambda job: job.key in ends))
-    for job in run_jobs(jobs, options.jobs):
-        if job.over == "hang" and job.key not in is_again:
-            is_again.add(job.key)
-            jobs.append(cases.job(job.key, *found[job.key]))
-            continue
-        ends[job.key] = end_of(job)
-        line = json.dumps({"name": job.key, **ends[job.key]})
-        print(line, flush=True)
-        with progress.open("a") as file:
-            file.write(line + "\n")
-    finish(options, drawn, {name: ends.get(name, {"end": "gone"}) for name in found}, names)
+    drawn["cases_of_the_map"] = len(cases.cases)
+    try:
+        for job in run_jobs(jobs, options.jobs):
+            if job.over == "hang" and job.key not in is_again:
+                is_again.add(job.key)
+                jobs.append(cases.job(job.key, *found[job.key]))
+                continue
+            ends[job.key] = end_of(job)
+            line = json.dumps({"name": job.key, **ends[job.key]})
+            print(line, flush=True)
+            with progress.open("a") as file:
+                file.write(line + "\n")
+    finally:
+        known = {name: ends.get(name, {"end": "not run"}) for name in found}
+        finish(options, drawn, known, names)
 
 
 def needs_run(job: Job, end: dict[str, Any] | None) -> bool:
@@ -506,9 +510,10 @@ def finish(
             end = ends.get(Mutant(**mutant).name, {"end": "gone"})
             why = {"why": old["why"]} if "why" in old and end["end"] == "alive" else {}
             lines.append({**mutant, **end, **why})
-            killed += end["end"] not in ("alive", "gone")
-            killed_then += end["end"] != "gone" and old.get("end", "alive") != "alive"
-        number = sum(line["end"] != "gone" for line in lines)
+            if end["end"] not in LEFT_OUT:
+                killed += end["end"] != "alive"
+                killed_then += old.get("end", "alive") not in ("alive", *LEFT_OUT)
+        number = sum(line["end"] not in LEFT_OUT for line in lines)
         seed = drawn[part]["seed"]
         drawn[part] = {"seed": seed, "run": number, "killed": killed, "mutants": lines}
         print(f"{part}: {killed} of {number} killed, {killed_then} in {options.drawn.name}")

@@ -92,6 +92,8 @@ def test_a_fault_is_written_to_an_overlay_and_the_tree_stays(tmp_path):
 class FakeMap:
     """Stands in for a map: one case for each fault."""
 
+    cases = ("t.py::t",)
+
     def job(self, key, file, line, text):
         return mutants.Job(key, [["t.py::t"]], {file: text})
 
