@@ -12,9 +12,9 @@ that it was at. Faults whose statement is gone count neither way.
 
 The map is made by a mark before each statement of a copy (mutating.counted). Marks are memory that
 all processes of a case share, so threads of ranks and of autograd, forked ranks and commands are
-all seen. It takes an hour of a core, `map --quick` six minutes: the cases of `make quick`, seven of
-ten. A later `map` adds the others, and `run` then runs the faults that lived again. Make a new map
-when statements have moved. Tests run in forks of a warm process, so on Linux.
+all seen. It takes about an hour of a core, `map --quick` seven minutes: the cases of `make quick`,
+seven of ten. A later `map` adds the others, and `run` then runs the faults that lived again. Make a
+new map when statements have moved. Tests run in forks of a warm process, so on Linux.
 """
 
 from __future__ import annotations
@@ -72,6 +72,8 @@ FLAGS = (
     "-m", "not again", "-p", "no:randomly", "-p", "no:cacheprovider", "--hypothesis-seed=0",
     "-W", "ignore::pytest.PytestAssertRewriteWarning",
 )  # fmt: skip
+NAMED = (*FLAGS[2:], "--grid", "full")
+"""For cases by name: what `make test` leaves out depends on which cases it sees."""
 MARKS = "import mmap\nwith open({!r}, 'r+b') as file:\n    HITS = mmap.mmap(file.fileno(), 0)\n"
 
 
@@ -87,7 +89,7 @@ class Job:
     num_marks: int = 0
     known: frozenset[str] = frozenset()
     """Cases that the map has."""
-    flags: tuple[str, ...] = FLAGS
+    flags: tuple[str, ...] = NAMED
     lines: list[dict[str, Any]] = field(default_factory=list)
     over: str = ""
     status: int = 0
@@ -468,7 +470,8 @@ def needs_run(job: Job, end: dict[str, Any] | None) -> bool:
     """True if the fault was not run, or lived and has other tests since the map grew."""
     if end is None:
         return True
-    return end["end"] == "alive" and end["of"] != sum(map(len, job.batches))
+    is_short = end["ran"] < end["of"] and end["cpu_s"] < LIMIT_S
+    return end["end"] == "alive" and (is_short or end["of"] != sum(map(len, job.batches)))
 
 
 def end_of(job: Job) -> dict[str, Any]:
