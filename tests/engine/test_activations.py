@@ -354,6 +354,17 @@ def test_a_batch_cut_from_a_data_set_moves_alone(tmp_path):
     assert saved_bytes(disk, data[ROWS : 2 * ROWS]) == STRETCH
 
 
+def test_a_batch_and_a_longer_one_from_the_same_row_both_come_back(tmp_path):
+    disk = Disk([tmp_path], limits=EAGER)
+    data = torch.randn(100 * ROWS, WIDTH)
+    batches = [data[:ROWS], data[: 2 * ROWS]]
+    with disk.around():
+        out = Keeper.apply(torch.ones(1, requires_grad=True), *batches)
+    disk.settle()
+    out.sum().backward()
+    assert all(map(torch.equal, Keeper.seen, batches))
+
+
 def test_bytes_that_changed_in_between_are_not_taken_for_the_same(tmp_path):
     disk = Disk([tmp_path], limits=EAGER)
     x = torch.zeros(ROWS, WIDTH)

@@ -351,6 +351,7 @@ def test_wrong_calls_are_refused():
         for decay in (-0.1, 1.5, "0.9", None, True):
             with pytest.raises(onefold.ConfigError, match="decay"):
                 onefold.ema(module, decay)
+        assert [onefold.ema(module, decay).decay for decay in (0, 1)] == [0, 1]
         average = onefold.ema(module)
         with average.applied(), pytest.raises(onefold.StateError, match=f"rank {rank}"):
             average.update()

@@ -364,6 +364,15 @@ def test_a_copy_of_all_rows_stays_and_an_edit_of_own_rows_is_kept_in_one_process
     torch.testing.assert_close(weight.full_tensor(), plain)
 
 
+def test_gradients_flow_through_own_rows_in_one_process():
+    module, _ = ready(lambda: nn.Linear(4, 4), 3)
+    weight: Any = module.weight
+    weight.to_local().square().sum().backward()
+    assert torch.equal(weight.grad.to_local(), 2 * weight.to_local())
+    with torch.no_grad():
+        assert not weight.to_local().requires_grad
+
+
 def test_gradients_with_the_methods_are_plain_in_text_files_and_lists():
     module, _ = ready(Tower, 3)
     squared(module)(rows()[0]).backward()
