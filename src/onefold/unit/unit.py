@@ -288,7 +288,7 @@ class Unit(UnitWeights):
         if self.gradient.shown or self.context.world_size > 1:
             return bool(self.gradient.shown)
         with torch._C.DisableTorchFunctionSubclass():  # of one rank they may be autograd's own
-            return any(parameter.sharded.grad is not None for parameter in self.parameters)
+            return any(parameter.sharded._grad is not None for parameter in self.parameters)
 
     def replaced(self) -> None:
         """Weights were read anew on every rank, into the master where there is one."""
