@@ -12,7 +12,7 @@ from onefold.planner.models.gpt import GPT
 
 FP32, BF16 = 4, 2
 HELD_AT_MOST = 1.03
-"""Of the formula: pieces are padded, messages carry tags."""
+"""Of the formula: pieces are padded, gradients travel with flags."""
 SENT_AT_MOST = 1.001
 """Of the lower bound; rows that do not divide by the ranks are sent by whoever has them."""
 

@@ -99,6 +99,7 @@ class Recipe:
     node. `has_hosts`: an accelerator's ranks on several hosts, equally many on each.
     `num_moments`: optimizer states per element. `shares`: one weight per rank that holds one copy
     of the states; None: all ranks hold the same. `inference`: None where the module trains.
+    `tiers_of_others`: of weights and states on all ranks, where each chooses its own.
     `units`: empty where no module is known.
     """
 
@@ -114,6 +115,7 @@ class Recipe:
     num_moments: int = ADAM_MOMENTS
     shares: tuple[int, ...] | None = None
     inference: Inference | None = None
+    tiers_of_others: tuple[str, ...] = ()
     units: tuple[UnitRecipe, ...] = ()
 
     def __post_init__(self) -> None:
@@ -165,6 +167,24 @@ class Recipe:
         """True if files are read straight into unsharded weights: no other rank has rows."""
         is_whole = self.rest_world == 1 and self.device_type == "cpu"
         return self.inference is not None and is_whole and self.offload.parameters == "disk"
+
+    @property
+    def tiers(self) -> set[str]:
+        """Where weights, masters and moments rest on some rank."""
+        return {self.offload.parameters, self.offload.optimizer, *self.tiers_of_others}
+
+    @property
+    def flags_failures(self) -> bool:
+        """True if each gather says which ranks could not read their rows: those of a tier.
+
+        On a device the digest of a step says so: its host waits for no gather.
+        """
+        return self.device_type == "cpu" and self.tiers != {"device"}
+
+    @property
+    def num_flags(self) -> int:
+        """Elements behind gathered weights, one of each rank."""
+        return self.rest_world if self.rest_world > 1 and self.flags_failures else 0
 
     @property
     def reads_files(self) -> bool:
@@ -292,6 +312,7 @@ class Recipe:
             "offload": offload,
             "wire": asdict(self.wire),
             "shares": list(self.shares) if self.shares else None,
+            "tiers_of_others": list(self.tiers_of_others),
             "inference": asdict(self.inference) if self.inference else None,
             "units": [_plain(unit) for unit in self.units],
         }
@@ -313,6 +334,7 @@ class Recipe:
         }
         values["wire"] = Wire(**wire)
         values["shares"] = tuple(values["shares"]) if values.get("shares") else None
+        values["tiers_of_others"] = tuple(values.get("tiers_of_others", ()))
         inference = values.get("inference")
         values["inference"] = Inference(**inference) if inference else None
         values["units"] = tuple(_unit(unit) for unit in values["units"])

@@ -99,6 +99,25 @@ def test_forward_and_backward_make_few_python_calls_for_a_unit(stage, num_layers
     assert (calls(8) - calls(4)) / 4 <= most
 
 
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_zero_grad_reads_and_clears_each_gradient_by_one_call(stage):
+    def body(rank: int) -> tuple[int, int]:
+        module = seeded(Stack, 3, 4)
+        optimizer = torch.optim.AdamW(module.parameters())
+        onefold.shard(module, optimizer, stage=stage)
+        counts: list[int] = []
+        for clear in (optimizer.zero_grad, module.zero_grad):
+            module(torch.ones(2, 4)).sum().backward()
+            counts.append(num_calls(clear, within=PACKAGE))
+            assert all(parameter.grad is None for parameter in module.parameters())
+        return counts[0], counts[1]
+
+    num_parameters = 3 * 4 * 2
+    for of_optimizer, of_module in run_ranks(2, body):
+        assert of_optimizer <= 2 * num_parameters
+        assert of_module <= 3 * num_parameters
+
+
 def test_shard_and_the_first_step_make_few_python_calls_for_a_parameter():
     """Also torch's: an optimizer was asked once for each parameter what its steps do."""
 

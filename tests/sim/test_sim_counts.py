@@ -50,17 +50,20 @@ def test_clipping_weights_in_cpu_memory_reads_one_number(of_each):
 
 
 def test_a_unit_begins_one_message_a_direction(of_each):
-    """A gather, at stage 3 one more for backward; a reduction; one number for clipping."""
+    """A gather, at stage 3 one more for backward; a reduction; one number for clipping.
+
+    The digest of the step is one more.
+    """
     for name, (own, _) in of_each.items():
-        most = own.units * (3 if CASES[name]["stage"] == 3 else 2) + ("clip" in CASES[name])
+        most = own.units * (3 if CASES[name]["stage"] == 3 else 2) + ("clip" in CASES[name]) + 1
         assert own.messages.total() <= most, (name, own)
 
 
-def test_kernels_are_ten_a_unit_more_than_fsdp2s_at_most(of_each):
-    """Of these four sum three ranks' pieces in rank order, and three compare tags."""
+def test_kernels_are_eight_a_unit_more_than_fsdp2s_at_most(of_each):
+    """Of these four sum three ranks' pieces in rank order."""
     for name, (own, peer) in of_each.items():
         if peer is not None:
-            assert own.kernels <= peer.kernels + 10 * own.units, (name, own.kernels, peer.kernels)
+            assert own.kernels <= peer.kernels + 8 * own.units, (name, own.kernels, peer.kernels)
 
 
 def test_bfloat16_costs_two_kernels_a_unit_more(of_each):
@@ -69,8 +72,8 @@ def test_bfloat16_costs_two_kernels_a_unit_more(of_each):
     assert narrow.kernels <= wide.kernels + 2 * wide.units
 
 
-def test_messages_are_no_more_than_fsdp2s(of_each):
+def test_messages_are_fsdp2s_and_one_digest_a_step(of_each):
     for name, (own, peer) in of_each.items():
         if peer is not None:
             assert peer.units == own.units
-            assert own.messages.total() <= peer.messages.total(), (name, own, peer)
+            assert own.messages.total() <= peer.messages.total() + 1, (name, own, peer)

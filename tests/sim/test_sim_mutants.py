@@ -19,7 +19,8 @@ from onefold.engine import activations
 from onefold.errors import WireError
 from onefold.tier import accelerator
 from onefold.tier.cpu import CopyStream
-from onefold.unit.context import TagBoard
+from onefold.wire import digest
+from onefold.wire.digest import StepDigest
 from onefold.wire.watching import DeviceWatch
 from tests.sim import building, device
 from tests.sim.ranks import run_sim
@@ -104,24 +105,29 @@ def fate(scenario: Scenario, wanted: Losses, *arguments: object) -> str:
     if device.native.races():
         return "a race"
     if differing:
-        return "other tags"
+        return "other digests"
     return "" if got == wanted else "other losses"
 
 
 differing: list[WireError] = []
-"""Tags of this rank that were not the expected ones, since the last run began."""
+"""Digests that were not the expected ones, since the last run began."""
 
 
-def noting(compare: Callable[..., None]) -> Callable[..., None]:
-    """A rank that finds other tags goes on as the others do, which may not have found them."""
+def noting(judge: Callable[..., None]) -> Callable[..., None]:
+    """A rank that finds another digest goes on as the others do, which may not have found it."""
 
-    def compare_all(board: TagBoard, fetched: Any) -> None:
+    def judge_all(*arguments: object) -> None:
         try:
-            compare(board, fetched)
+            judge(*arguments)
         except WireError as error:
             differing.append(error)
 
-    return compare_all
+    return judge_all
+
+
+def unmet(*_: object) -> WireError:
+    """The error for a digest that differs, without a message to the other ranks."""
+    return WireError("other digests")
 
 
 def unseen(look: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -143,7 +149,8 @@ def without_each(rank: int, scenario: Scenario, world_size: int, folder: str) ->
     DeviceWatch.look = unseen(DeviceWatch.look)
     CopyStream.mark = unseen(CopyStream.mark)
     accelerator.finish = torch.Event.synchronize  # else an event that is over is not waited for
-    TagBoard._compare = noting(TagBoard._compare)
+    StepDigest._judge = noting(StepDigest._judge)
+    digest._first_difference = digest.first_failure = unmet
     wanted = scenario(*arguments)
     device.native.mutate("", True)
     device.check()

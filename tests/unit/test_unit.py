@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,13 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import onefold
-from onefold.compose import routes
 from onefold.errors import WireError
 from onefold.layout.ledger import Kind, Ledger
 from onefold.tier.device import DeviceStore
-from onefold.unit import context as context_module
 from onefold.unit.buffer import Buffer, _own_references
 from onefold.unit.gather import UnitGather
+from onefold.wire import digest
 from tests.support.ranks import run_ranks, seeded
 
 WORLDS = pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -196,51 +194,29 @@ def test_tags_are_compared_once_a_gather(monkeypatch):
     assert len(compared) == 2 * 2, "of two gathers, on two ranks"
 
 
-def sharded_twins(*, is_deferred: bool) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-    """Two equal units, with tags that are read at once, or one step later as on a device."""
+def sharded_twins() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """Two equal units, trained for two steps with an evaluation after each."""
     module = seeded(Twins)
     optimizer = torch.optim.AdamW(module.parameters())
     onefold.shard(module, optimizer)
-    engine = module.__dict__["_onefold_engine"]
-    engine.context.tags.is_deferred = is_deferred
-    return module, optimizer, engine
-
-
-@pytest.mark.parametrize("is_deferred", [False, True])
-def test_a_rank_that_sends_to_itself_compares_its_tags(is_deferred, monkeypatch):
-    """One GPU shows a message that reached another unit."""
-    monkeypatch.setattr(routes, "LOOPS", True)
-
-    def body(rank: int) -> None:
-        module, optimizer, engine = sharded_twins(is_deferred=is_deferred)
-        for _ in range(2):
-            module(torch.ones(1, 4)).sum().backward()
-            optimizer.step()
-        unit, other = (unit.gather for unit in engine.units[:2])
-        unit._tag, other._tag = other._tag, unit._tag
-        with pytest.raises(WireError, match=r"gather of unit 'blocks\.0'"):
-            for _ in range(2):
-                module(torch.ones(1, 4)).sum().backward()
-                optimizer.step()
-
-    run_ranks(1, body)
+    for _ in range(2):
+        module(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        with torch.inference_mode():
+            module(torch.ones(1, 4))
+    return module, optimizer, module.__dict__["_onefold_engine"]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("phase", ["gather", "reduce_scatter"])
-@pytest.mark.parametrize("notices", ["the next step", "save"])
-def test_units_that_mix_on_a_device_are_an_error_one_step_later(
+@pytest.mark.parametrize("notices", ["step", "save"])
+def test_units_that_mix_where_no_lane_compares_them_are_an_error_of_the_step(
     world_size, phase, notices, tmp_path
 ):
-    """A device's host waits for no tag, unless it saves. The switch has the CPU do as it does."""
+    """Threads have no lanes. The digest names the first message that differs, on every rank."""
 
     def body(rank: int) -> str:
-        module, optimizer, engine = sharded_twins(is_deferred=True)
-        for _ in range(2):
-            module(torch.ones(1, 4)).sum().backward()
-            optimizer.step()
-            with torch.inference_mode():
-                module(torch.ones(1, 4))
+        module, optimizer, engine = sharded_twins()
         unit = engine.units[min(rank, 1)]  # ranks but the first use the second unit
         if phase == "gather":
             unit.unshard()
@@ -250,10 +226,7 @@ def test_units_that_mix_on_a_device_are_an_error_one_step_later(
             ones = [torch.ones(p.slot.numel) for p in unit.parameters]
             mean = gradient.mean_rows(unit.parameters)
             gradient.reduction.start((0, 1), ones, [True, True], mean).wait()
-            gradient.reduction.users([True, True])
-        if notices == "the next step":
-            optimizer.step()
-        with pytest.raises(WireError, match=f"{phase} of unit 'blocks.{min(rank, 1)}'") as error:
+        with pytest.raises(WireError) as error:
             if notices == "save":
                 onefold.save(tmp_path / "checkpoint", module, optimizer)
             optimizer.step()
@@ -261,10 +234,41 @@ def test_units_that_mix_on_a_device_are_an_error_one_step_later(
         optimizer.step()  # nothing is left of it
         return str(error.value)
 
-    verb = "use" if phase == "gather" else "run backward through"
     for rank, message in enumerate(run_ranks(world_size, body)):
-        assert f"rank {rank}" in message
-        assert f"hint: all ranks must {verb} units in the same order" in message
+        own, other = min(rank, 1), int(rank == 0)
+        assert message.startswith(f"expected {phase} of unit 'blocks.{own}' on every rank, ")
+        assert f"got {phase} of unit 'blocks.{other}' on rank {other} (rank {rank})\n" in message
+
+
+def test_a_loop_without_steps_finds_units_that_mix(monkeypatch):
+    monkeypatch.setattr(digest, "MOST_LOGGED", 8)
+
+    def body(rank: int) -> str:
+        _, _, engine = sharded_twins()
+        first, second = engine.units[:2]
+        for _ in range(2):
+            for unit in (first, second) if rank == 0 else (second, first):
+                unit.unshard()
+                unit.reshard(release=True)
+        with pytest.raises(WireError, match=r"gather of unit 'blocks\.\d'") as error:
+            for _ in range(8):
+                first.unshard()
+                first.reshard(release=True)
+        return str(error.value)
+
+    run_ranks(2, body)
+
+
+def test_messages_after_the_last_one_of_a_rank_are_named():
+    class Ranks(SimpleNamespace):
+        rank, watch = 1, None
+
+        def gather(self, value: Any) -> list[Any]:
+            return [["one", "two"], value]
+
+    ranks: Any = Ranks(global_ranks=lambda: [4, 6])
+    message = str(digest._first_difference(ranks, ["one"]))
+    assert message.startswith("expected no message on every rank, got two on rank 4 (rank 6)\nhint")
 
 
 KEPT: dict[str, Any] = {
@@ -301,29 +305,6 @@ def test_a_gradient_that_a_user_keeps_is_not_overwritten(stage, kept):
         assert (held == 0) == (stage == 3)
 
     run_ranks(2, body)
-
-
-@pytest.mark.parametrize("wrong", [None, 0, 3, 6])
-def test_tags_of_many_messages_and_of_groups_of_any_size_are_all_compared(wrong, monkeypatch):
-    """A board that is full is checked, and one of more ranks takes its place: no tag is lost."""
-    monkeypatch.setattr(context_module, "BOARD_NOTES", 4)
-    context: Any = SimpleNamespace(
-        transport=SimpleNamespace(group=SimpleNamespace(watch=None)),
-        named=lambda rank: f"rank {rank}",
-        mixed=lambda *words: WireError(" of ".join(words)),
-    )
-    board = context_module.TagBoard()
-    for ranks in (2, 5, 3):
-        for _ in range(7):
-            board.note(context, "gather", "before", torch.full((ranks,), 9.0).bfloat16(), 9)
-    expected = (
-        nullcontext() if wrong is None else pytest.raises(WireError, match=f"{wrong} of rank 1")
-    )
-    with expected:
-        for number in range(7):
-            tags = torch.tensor([9.0, 8.0 if number == wrong else 9.0, 9.0])
-            board.note(context, "gather", f"unit {number}", tags, 9)
-        board.check(waits=True)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")

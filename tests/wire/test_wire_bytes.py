@@ -121,14 +121,14 @@ def parcel(codec, *matrices, vectors):
 @pytest.mark.parametrize("name", ["zero++", "recommended", "zero++diff"])
 @pytest.mark.parametrize("micros", [1, 3])
 def test_quantized_messages_have_the_bytes_of_their_codec(name, micros):
-    """A tag for each node rides with weights; three flags of a unit with gradients."""
+    """A flag for each parameter of a unit travels with its gradients."""
     wire = PRESETS[name]
     weights = wire.weights_between.removesuffix("-diff")
     own = (MATRIX // 4, VECTOR // 4)
     half = (own[0], own[0]), (own[1], own[1])
-    flags = 3
+    flags = 2
     wanted = {
-        "gather between": LAYERS * parcel(weights, own[0], vectors=(own[1], 1)),
+        "gather between": LAYERS * parcel(weights, own[0], vectors=(own[1],)),
         "reduce_scatter between": LAYERS
         * parcel(wire.gradients_between, own[0], vectors=(own[1], flags)),
         "gather inside": 2 * micros * NUMEL // 2 * 4,
@@ -170,6 +170,6 @@ def test_what_is_held_for_the_node_was_predicted(shape, stage, wire, precision, 
     assert report.differing() == {}, report.verdict
     keeps = stage == 3 and wire.secondary in (None, "weights", "gradients")
     itemsize = 2 if precision else 4
-    second = (NUMEL // shape[1] + LAYERS * shape[0]) * itemsize
+    second = NUMEL // shape[1] * itemsize
     assert report.memory.get("secondary", {}).get("device", Usage()).peak == keeps * second
     assert report.predicted.get("secondary", 0) == keeps * second

@@ -202,13 +202,11 @@ class ShardedModel:
     def wait_steps(self) -> None:
         """Wait for background steps, free unsharded weights, let masters follow edited weights."""
         engine = self.engine
-        engine.context.tags.check(
-            waits=True
-        )  # a checkpoint of mixed weights would replace a good one
         engine.rest()
         waits = any(unit.gradient.reduction.waits for unit in engine.units)
         if waits or engine.context.everyone is not engine.group:
             engine.complete()  # sums of a node, or of a piece, are no mean that others could load
+        engine.context.compare_logs(waits=True)  # a checkpoint of mixed weights replaces a good one
         for unit in engine.units:
             unit.wait_step()
             unit.check_untouched()

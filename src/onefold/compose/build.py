@@ -141,6 +141,8 @@ def _context(
         shares=recipe.shares,
         is_inference=recipe.inference is not None,
         reads_directly=recipe.reads_directly,
+        flags_failures=recipe.flags_failures,
+        uses_disk="disk" in recipe.tiers,
         phase=ranks.phase,
         meshes=axes.meshes,
         holders=axes.holders,

@@ -171,7 +171,11 @@ def resolve(arguments: Arguments, ranks: Ranks, forecaster: Forecaster) -> Resol
     alike = Group.of(None) if arguments.mixes_tiers else group
     task = _Task(arguments, alike, RankMemory(device, local_place(group)[1], group))
     any_offloads = any(tiers != _tiers_in(Offload()) for tiers in arguments.tiers)
-    settled = Resolved(arguments.recipe, ranks, device, forecaster, any_offloads=any_offloads)
+    recipe = arguments.recipe
+    if arguments.mixes_tiers:
+        used = {str(tier) for tiers in arguments.tiers for tier in tiers[:2]}
+        recipe = replace(recipe, tiers_of_others=tuple(sorted(used)))
+    settled = Resolved(recipe, ranks, device, forecaster, any_offloads=any_offloads)
     for settle in _SETTLERS:
         settled = settle(task, settled)
     return settled

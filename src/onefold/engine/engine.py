@@ -338,10 +338,10 @@ class Engine:
         stepped = self.hands.take_stepped(stepper)
         self.marks.begin("step")
         self.rest()
-        self.context.tags.check()
         for unit in self.units:
             unit.gradient.drop_cleared()
         self.complete()
+        self.context.compare_logs()
         for index, unit in enumerate(self.units):
             unit.check_untouched()
             if index not in stepped:

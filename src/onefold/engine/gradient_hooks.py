@@ -124,4 +124,4 @@ class GradientHooks:
 
 def _shows(parameter: UnitParameter) -> bool:
     with torch._C.DisableTorchFunctionSubclass():
-        return parameter.sharded.grad is not None
+        return parameter.sharded._grad is not None

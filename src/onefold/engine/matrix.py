@@ -175,7 +175,7 @@ class MatrixStep:
 
 def _place(parameter: UnitParameter) -> tuple[int, str, int]:
     """The order in which ranks exchange rows, whatever the order of their groups."""
-    return parameter.spec.tag, parameter.spec.name, parameter.index
+    return parameter.spec.index, parameter.spec.name, parameter.index
 
 
 def _exchange(unit: Unit, sent: list[list[Tensor]], numels: list[list[int]]) -> list[list[Tensor]]:

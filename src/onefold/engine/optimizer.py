@@ -408,7 +408,7 @@ def _over_ranks(alive: ref[Engine], own: Tensor) -> Tensor:
 
 def _grad(parameter: UnitParameter) -> Tensor | None:
     with torch._C.DisableTorchFunctionSubclass():
-        return parameter.sharded.grad
+        return parameter.sharded._grad
 
 
 def _copied(state: Mapping[Tensor, State]) -> dict[Tensor, State]:

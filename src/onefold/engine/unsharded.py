@@ -86,7 +86,7 @@ class _Gradients:
         """Before a gradient is added: `optimizer.zero_grad` knows the sharded parameter alone."""
         with torch._C.DisableTorchFunctionSubclass():
             found = plain()
-            if found is not None and parameter in self._seen and parameter.sharded.grad is None:
+            if found is not None and parameter in self._seen and parameter.sharded._grad is None:
                 found.grad = None
 
     def _note(self, parameter: UnitParameter, _: Tensor) -> None:
@@ -95,10 +95,10 @@ class _Gradients:
             raise refused(parameter.fqn, where=parameter.spec.context.where)
         sharded = parameter.sharded
         with torch._C.DisableTorchFunctionSubclass():
-            if sharded.grad is None:
+            if sharded._grad is None:
                 stand_in = parameter.no_mean(refusals.NO_MEAN_INSIDE)
-                sharded.grad = self._stand_ins[parameter] = stand_in
-            self._seen[parameter] = sharded.grad
+                sharded._grad = self._stand_ins[parameter] = stand_in
+            self._seen[parameter] = sharded._grad
 
     def take(self, shown: dict[UnitParameter, nn.Parameter]) -> None:
         """Take the gradients off, but those that were cleared in one form or the other."""
@@ -107,9 +107,9 @@ class _Gradients:
             for parameter in shown:
                 sharded = parameter.sharded
                 plain = parameter.current() if parameter.places else None  # else its module is gone
-                is_cleared = parameter in self._seen and sharded.grad is None
-                if sharded.grad is self._stand_ins.get(parameter):
-                    sharded.grad = None
+                is_cleared = parameter in self._seen and sharded._grad is None
+                if sharded._grad is self._stand_ins.get(parameter):
+                    sharded._grad = None
                 if plain is not None and plain.grad is not None and not is_cleared:
                     self._taken[parameter] = plain.grad
 
@@ -118,8 +118,8 @@ class _Gradients:
         self._is_over = True
         with torch._C.DisableTorchFunctionSubclass():
             for parameter, seen in self._seen.items():
-                if parameter.sharded.grad is seen:
-                    parameter.sharded.grad = parameter.lost_mean
+                if parameter.sharded._grad is seen:
+                    parameter.sharded._grad = parameter.lost_mean
                     parameter.unit.gradient.drop_cleared()
 
     def add(self, engine: Engine) -> None:
@@ -170,7 +170,7 @@ def _show_all(engine: Engine, shown: dict[UnitParameter, nn.Parameter]) -> list[
     buffers = [_show_unsharded(unit, shown) for unit in engine.units]
     engine.context.routes.rest()
     with torch._C.DisableTorchFunctionSubclass():
-        shows_grads = any(p.sharded.grad is not None for p in engine.by_sharded.values())
+        shows_grads = any(p.sharded._grad is not None for p in engine.by_sharded.values())
     engine.facts.note_shown(
         sum(buffer.tensor.nbytes for buffer in buffers), shows_grads=shows_grads
     )

@@ -80,7 +80,7 @@ def unit_bytes(
         master=rest * stepped if any(trained) and (is_narrow or is_elsewhere) else 0,
         has_master=is_narrow and any(trained),
         moments=moments_numel * stepped * recipe.num_moments if any(trained) else 0,
-        unsharded=0 if is_resident else (full_numel + (world if is_cut else 0)) * computes,
+        unsharded=0 if is_resident else (full_numel + recipe.num_flags) * computes,
         decoded=decoded,
         grad=grad_numel * first.itemsize if any(trained) else 0,
         partials=tuple(numel * computes for numel in trained_numels),

@@ -1,4 +1,4 @@
-"""Plan the messages of a unit from shapes and ranks: regions, tags, flags and hops. No torch here.
+"""Plan the messages of a unit from shapes and ranks: regions, flags and hops. No torch here.
 
     one axis    gather                                  reduce; at stage 0, gather the means
     two hops    gather between nodes, then inside       reduce inside, then between nodes
@@ -8,8 +8,8 @@ unit/ sends these messages, planner/message_counts.py counts them. A message con
 Each is a contiguous part of a parameter, cut over the ranks of a group. Regions without a name
 carry no state:
 
-    tags     behind weights, from each rank: the number of the unit that it gathers
-    flags    behind gradients, to every rank: the use of each parameter, and the unit's number
+    failures    behind weights that a tier brings, from each rank: whether it could read its rows
+    uses        behind gradients, to every rank: whether this rank used each parameter
 
 `MessagePlan` says which regions of an exact message travel together:
 
@@ -56,7 +56,7 @@ class Regions(NamedTuple):
     offsets: Sequence[int] | None = None
 
 
-def tags_of(world_size: int) -> Slot:
+def flags_of(world_size: int) -> Slot:
     """The region of a message in which each rank has one element; it carries no state."""
     return Slot("", (world_size,), 0, tuple((rank, rank + 1) for rank in range(world_size)), ())
 
@@ -70,62 +70,63 @@ def gathered(regions: Iterable[tuple[Slot, int]]) -> Regions:
     return Regions([slot for slot, _ in sharded], [offset for _, offset in sharded])
 
 
-def gather_inside(layout: Layout, node: NodeLayout) -> Regions:
-    """The hop inside the node: the rows and the tags of every node, cut over its ranks."""
+def gather_inside(layout: Layout, node: NodeLayout, *, has_flags: bool) -> Regions:
+    """The hop inside the node: the rows and the flags of every node, cut over its ranks."""
     regions = [(slot, slot.full_offset) for slot in layout.slots if not slot.replicated]
-    regions.append((tags_of(layout.world_size), layout.full_numel))
+    regions += [(flags_of(layout.world_size), layout.full_numel)] * has_flags
     return gathered((part, offset) for slot, offset in regions for part in node.axes.inside(slot))
 
 
 @dataclass(frozen=True, slots=True)
 class GatherPlan:
-    """One hop's message of weights: where the own rows and tag of a rank lie in it."""
+    """One hop's message of weights: where the own rows of a rank lie in it."""
 
     regions: Regions
-    message: list[int]  # splits the buffer at own rows, then at the tags (`split_at`)
+    message: list[int]  # splits the buffer at own rows (`split_at`), up to the flags
     shard: list[int]  # splits the shard at the same rows
-    own_tag: int
+    num_flags: int  # the last elements of the buffer
     quantized: list[int]  # numbers of the rows that a quantizing transport quantizes
     exact: list[int]  # numbers of the other rows
 
     @staticmethod
-    def on_one_axis(layout: Layout, rank: int, num_tags: int) -> GatherPlan:
-        """All slabs of a unit, and a tag from each rank behind them; none where nothing is sent."""
+    def on_one_axis(layout: Layout, rank: int, num_flags: int) -> GatherPlan:
+        """All slabs of a unit, and a flag of each rank behind them, or none."""
         slabs = [slab for parts in layout.slabs() for slab in parts]
         regions = [(slab, slab.full_offset) for slab in slabs]
-        tags = tags_of(layout.world_size), layout.full_numel
-        return _gather_plan(layout, (rank, rank), slabs, [*regions, tags], num_tags)
+        flags = [flags_of(num_flags)] if num_flags else []
+        return _gather_plan(layout, (rank, rank), slabs, regions, layout.full_numel, flags)
 
     @staticmethod
-    def between(layout: Layout, node: NodeLayout, *, keeps: bool) -> GatherPlan:
+    def between(layout: Layout, node: NodeLayout, *, keeps: bool, has_flags: bool) -> GatherPlan:
         """The hop between nodes: into the secondary shard if the node `keeps` one."""
         axes, slots = node.axes, layout.slots
         if keeps:
             regions = [(part, node.region(i)[0]) for i, (part,) in enumerate(node.between())]
-            regions.append((tags_of(axes.nodes), node.numel))
+            flags, numel = flags_of(axes.nodes), node.numel
         else:
             regions = [(axes.between(slot), slot.full_offset) for slot in slots]
-            regions.append((axes.between(tags_of(layout.world_size)), layout.full_numel))
-        num_tags = regions[-1][0].shape[0]
-        return _gather_plan(layout, (axes.rank, axes.node), slots, regions, num_tags)
+            flags, numel = axes.between(flags_of(layout.world_size)), layout.full_numel
+        ranks = axes.rank, axes.node
+        return _gather_plan(layout, ranks, slots, regions, numel, [flags] * has_flags)
 
 
 def _gather_plan(
     layout: Layout, ranks: tuple[int, int], slots: Sequence[Slot],
-    regions: list[tuple[Slot, int]], num_tags: int,
+    regions: list[tuple[Slot, int]], numel: int, flags: list[Slot],
 ) -> GatherPlan:  # fmt: skip
-    """`ranks`: among all and in the group; `regions` of the slots with their offsets, then tags."""
-    (rank, own), (*rows, (tags, tags_start)) = ranks, regions
+    """`ranks`: among all and in the group; `regions` of the slots with offsets; then the flags."""
+    rank, own = ranks
     in_message = [
-        (offset + slot.pieces[own][0], offset + slot.pieces[own][1]) for slot, offset in rows
+        (offset + slot.pieces[own][0], offset + slot.pieces[own][1]) for slot, offset in regions
     ]
     starts = [slot.shard_offsets[rank] for slot in slots]
     in_shard = [(start, start + b - a) for start, (a, b) in zip(starts, in_message, strict=True)]
+    num_flags = sum(flag.shape[0] for flag in flags)
     return GatherPlan(
-        gathered(regions),
-        split_at([*in_message, (tags_start, tags_start + num_tags)], tags_start + num_tags),
+        gathered([*regions, *((flag, numel) for flag in flags)]),
+        split_at(in_message, numel + num_flags),
         split_at(in_shard, layout.shard_numels[rank]),
-        tags.pieces[own][0],
+        num_flags,
         [number for number, slot in enumerate(slots) if not slot.replicated],
         [number for number, slot in enumerate(slots) if slot.replicated],
     )
@@ -184,8 +185,8 @@ def parts_of_replicas(layout: Layout, rank: int, replicas: int) -> Parts:
 
 
 def reduce_message(parameters: Parts, world_size: int) -> Regions:
-    """The gradients of some parameters, and flags behind them: one each, and one for the unit."""
-    flags = Slot("", (), 0, ((0, len(parameters) + 1),) * world_size, ())
+    """The gradients of some parameters, and a flag of each behind them."""
+    flags = Slot("", (), 0, ((0, len(parameters)),) * world_size, ())
     return Regions([*(part for parts in parameters for part in parts), flags])
 
 
@@ -265,7 +266,8 @@ class MessagePlan:
         ]
         self._sharded_numel = sum(map(sum, state))
         self.own_numel = sum(numels[self.rank] for numels in state)
-        self.identity = (name, itemsize, sum(map(sum, self.numels)))
+        self.numel = sum(map(sum, self.numels))
+        self.identity = (name, itemsize, self.numel)
         """Tells the message from others: the same on every rank."""
 
     def _size(self, index: int, num_slabs: int, *, is_nccl: bool, packs: bool) -> Size:
@@ -295,7 +297,7 @@ class MessagePlan:
 
     @cached_property
     def control_numel(self) -> int:
-        """Tags or flags, and replicated gradients, to all others."""
+        """Flags, and replicated gradients, to all others."""
         own = sum(numels[self.rank] for numels in self.numels)
         return (own - self.own_numel) * (self.world_size - 1)
 

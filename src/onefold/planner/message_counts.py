@@ -59,8 +59,8 @@ NOTHING = PlannedMessage()
 class UnitMessages:
     """The messages of one unit, see the module.
 
-    `second`, `sums`: elements that a rank keeps of its node's buffer, for weights (with a tag of
-    every node) and for gradients.
+    `second`, `sums`: elements that a rank keeps of its node's buffer, for weights (with flags) and
+    for gradients.
     """
 
     gather: PlannedMessage = NOTHING
@@ -142,7 +142,7 @@ def _messages_of(members: tuple[Member, ...], recipe: Recipe, rank: int | None) 
     is_exact = recipe.has_hops or not is_cut
     words = (EXACT, EXACT) if is_exact else (wire.weights_between, wire.gradients_between)
     group = _group(recipe, recipe.world_size, rank)
-    sent = _one_axis(members, layout, group, words)
+    sent = _one_axis(members, layout, group, words, recipe.num_flags)
     crosses = recipe.reduces_in_hops and is_floating
     if crosses:
         sent = replace(_reduced_in_hops(members, layout, recipe), gather=sent.gather)
@@ -160,12 +160,13 @@ def _trained(members: Sequence[Member], parts: Parts) -> Parts:
 
 
 def _one_axis(
-    members: tuple[Member, ...], layout: Layout, group: _Group, words: tuple[str, str]
-) -> UnitMessages:
-    """`words`: the codecs of weights and of gradients."""
+    members: tuple[Member, ...], layout: Layout, group: _Group, words: tuple[str, str],
+    num_flags: int,
+) -> UnitMessages:  # fmt: skip
+    """`words`: the codecs of weights and of gradients; `num_flags`: behind weights."""
     first, (weights, gradients) = members[0], words
     word, itemsize = weights if first.is_floating else EXACT, first.compute_itemsize
-    regions = GatherPlan.on_one_axis(layout, group.rank, group.world_size).regions
+    regions = GatherPlan.on_one_axis(layout, group.rank, num_flags).regions
     return UnitMessages(
         gather=_gather(regions, group, word, itemsize),
         reduce=_reduce(members, layout.slabs(), group, gradients),
@@ -180,8 +181,9 @@ def _replicas(members: tuple[Member, ...], layout: Layout, recipe: Recipe) -> Un
     means = gathered((part, 0) for (part,) in _trained(members, parts))
     first = members[0]  # means that are quantized are rounded once
     itemsize = first.compute_itemsize if word == EXACT else first.itemsize
+    words = wire.weights_inside, wire.gradients_inside
     return replace(
-        _one_axis(members, layout, inside, (wire.weights_inside, wire.gradients_inside)),
+        _one_axis(members, layout, inside, words, recipe.num_flags),
         second_hop=_reduce(members, parts, between, word),
         share=_gather(means, between, word, itemsize),
     )
@@ -192,12 +194,14 @@ def _two_hops(members: tuple[Member, ...], layout: Layout, recipe: Recipe) -> Un
     near, wire, itemsize = recipe.local_world_size, recipe.wire, members[0].compute_itemsize
     inside, between = _group(recipe, near), _group(recipe, recipe.world_size // near)
     node = NodeLayout.build(layout.slots, Axes(between.world_size, near, inside.rank))
-    cross = GatherPlan.between(layout, node, keeps=False).regions
+    has_flags = recipe.flags_failures
+    cross = GatherPlan.between(layout, node, keeps=False, has_flags=has_flags).regions
+    near_regions = gather_inside(layout, node, has_flags=has_flags)
     return replace(
         _reduced_in_hops(members, layout, recipe),
-        gather=_gather(gather_inside(layout, node), inside, wire.weights_inside, itemsize),
+        gather=_gather(near_regions, inside, wire.weights_inside, itemsize),
         cross=_gather(cross, between, wire.weights_between, itemsize),
-        second=node.numel + between.world_size,
+        second=node.numel + (between.world_size if has_flags else 0),
     )
 
 
@@ -214,7 +218,7 @@ def _reduced_in_hops(members: tuple[Member, ...], layout: Layout, recipe: Recipe
 
 
 def _gather(regions: Regions, group: _Group, word: str, itemsize: int) -> PlannedMessage:
-    """Send own rows to all others. A quantized message counts its tags, an exact one does not."""
+    """Send own rows to all others. A quantized message counts its flags, an exact one does not."""
     if group.world_size == 1:
         return NOTHING
     plan = MessagePlan(*regions, group, itemsize)

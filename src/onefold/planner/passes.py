@@ -102,7 +102,7 @@ class _Large:
     read: int
     rooms: int  # unsharded
     slots: tuple[int, ...] = ()
-    messages: tuple[int, ...] = ()  # among ranks, one after the other, each with a tag a rank
+    messages: tuple[int, ...] = ()  # among ranks, one after the other, each with its flags
 
 
 def _large(recipe: Recipe, use: Use, held: UnitBytes) -> _Large:
@@ -113,7 +113,7 @@ def _large(recipe: Recipe, use: Use, held: UnitBytes) -> _Large:
     if use.verb == "rows":
         most = round_up(GRAIN_NUMEL - gcd(columns, GRAIN_NUMEL) + columns, GRAIN_NUMEL)
         nbytes = min(most, held.rest_numel) * member.itemsize
-        rooms = (columns + recipe.world_size) * member.compute_itemsize
+        rooms = (columns + recipe.num_flags) * member.compute_itemsize
         near = 0 if recipe.rests_near else columns * member.itemsize
         sent = (rooms,) if ranks > 1 else ()
         return _Large(nbytes if is_disk else near, rooms, (nbytes,) if is_disk else (), sent)
@@ -121,7 +121,7 @@ def _large(recipe: Recipe, use: Use, held: UnitBytes) -> _Large:
     own_rows = -(-member.shape[0] // ranks)
     heights = [min(height, own_rows - first) for first in range(0, own_rows, height)]
     sent = tuple(
-        (ranks * rows * columns + recipe.world_size) * member.compute_itemsize for rows in heights
+        (ranks * rows * columns + recipe.num_flags) * member.compute_itemsize for rows in heights
     )
     rooms, messages = 2 * max(sent), sent if ranks > 1 else ()
     if not is_disk:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from onefold.errors import WireError
 from onefold.layout.cut import Shares
 from onefold.layout.ledger import Ledger
 from onefold.layout.rows import Layout
 from onefold.layout.two_axes import Axes
 from onefold.layout.units import UnitPlan
-from onefold.tier.accelerator import Fetched
 from onefold.tier.cpu import CopyStream
 from onefold.tier.scratch import Scratch
 from onefold.tier.slots import SlotPool
@@ -86,113 +83,18 @@ class Routes:
         transports += [hops.inside, hops.between] if hops else []
         return [transport for transport in dict.fromkeys(transports) if transport is not None]
 
-    def rest(self) -> None:
-        """Let every transport free the memory that it keeps for its next message."""
-        for routes in self.others:
-            routes.rest()
+    @property
+    def transports(self) -> list[Transport]:
+        """All transports, those of other meshes last."""
         hops = self.gather_hops
         gathers = [self.gather, *([hops.inside, hops.between] if hops else [])]
-        for transport in dict.fromkeys([*self.reducers, *gathers]):
+        others = [transport for routes in self.others for transport in routes.transports]
+        return list(dict.fromkeys([*self.reducers, *gathers, *others]))
+
+    def rest(self) -> None:
+        """Let every transport free the memory that it keeps for its next message."""
+        for transport in self.transports:
             transport.rest()
-
-
-MAX_TAG = 120
-"""Tags that identify units in messages are 1 to 120: exact in int8 and in bfloat16."""
-
-BOARD_NOTES = 512
-"""Messages whose tags the board has room for: more than a step sends, of most models."""
-
-_TOLERANCE = 0.25  # of a tag, whose mean over the ranks may be rounded
-
-
-class Note(NamedTuple):
-    """A message whose tags lie on the board: what it was, and the tag that was expected."""
-
-    context: Context
-    collective: str
-    unit: str
-    tag: int
-    num_tags: int
-
-
-class TagBoard:
-    """Compares the tags of messages with the expected ones: at once, or one step later.
-
-    A host would have to wait for a device to read a tag. So the tags of messages stay on the
-    device. Each `check` begins to copy them all, and reads those of the call before: a device that
-    is at most one step behind has them ready.
-    """
-
-    def __init__(self) -> None:
-        self.is_deferred: bool | None = None  # None: on every device but the CPU
-        self._board: Tensor | None = None  # copies of tags whose buffers are freed
-        self._places: dict[tuple[int, int], Tensor] = {}  # by first number and length
-        self._num_copied = 0
-        self._kept: list[Tensor] = []  # tags in memory that nothing else uses
-        self._notes: tuple[list[Note], list[Note]] = [], []  # of `_board`, of `_kept`
-        self._fetched: tuple[list[Note], Fetched] | None = None  # at the last check
-
-    def defers(self, tags: Tensor) -> bool:
-        """True if `note` takes these tags, and the host does not read them now."""
-        return tags.device.type != "cpu" if self.is_deferred is None else self.is_deferred
-
-    def note(self, context: Context, collective: str, unit: str, tags: Tensor, tag: int) -> None:
-        """Copy `tags` [ranks of a context], all of which have to be `tag`, on the device."""
-        room = BOARD_NOTES * len(tags)
-        if self._board is None or len(self._board) < room:  # a context of more ranks
-            self.check()
-            with torch.inference_mode(False):  # it is written to outside of that mode, too
-                self._board, self._places = torch.empty(room, device=tags.device), {}
-        elif self._num_copied + len(tags) > len(self._board):  # a loop without an optimizer
-            self.check()
-        key = self._num_copied, len(tags)
-        place = self._places.get(key)
-        if place is None:
-            place = self._places[key] = self._board.narrow(0, *key)
-        place.copy_(tags.real if tags.is_complex() else tags)
-        self._notes[0].append(Note(context, collective, unit, tag, len(tags)))
-        self._num_copied += len(tags)
-
-    def keep(self, context: Context, collective: str, unit: str, tags: Tensor, tag: int) -> None:
-        """As `note`, without a copy: nobody writes to `tags`, whose memory is their own."""
-        if len(self._kept) == BOARD_NOTES:
-            self.check()
-        self._kept.append(tags.real if tags.is_complex() else tags)
-        self._notes[1].append(Note(context, collective, unit, tag, len(tags)))
-
-    def check(self, *, waits: bool = False) -> None:
-        """Raise `WireError` if ranks mixed units before the last call; with `waits`, before now.
-
-        All ranks call it at the same places, so all of them raise in the same call.
-        """
-        before, self._fetched = self._fetched, None
-        if notes := [*self._notes[0], *self._notes[1]]:
-            copied = [] if self._board is None else [self._board[: self._num_copied]]
-            self._fetched = notes, Fetched(torch.cat([*copied, *self._kept]))
-            self._notes, self._num_copied, self._kept = ([], []), 0, []
-        self._compare(before)
-        if waits:
-            now, self._fetched = self._fetched, None
-            self._compare(now)
-
-    def _compare(self, fetched: tuple[list[Note], Fetched] | None) -> None:
-        if fetched is None:
-            return
-        notes, numbers = fetched[0], fetched[1].read()
-        lengths = torch.tensor([note.num_tags for note in notes])
-        expected = torch.tensor([float(note.tag) for note in notes]).repeat_interleave(lengths)
-        are_right = (numbers - expected).abs() <= _TOLERANCE  # never for NaN
-        if are_right.all():
-            return
-        for note, of_ranks in zip(notes, are_right.split(lengths.tolist()), strict=True):
-            if of_ranks.all():
-                continue
-            context = note.context
-            if (watch := context.transport.group.watch) is not None:
-                watch.check()  # it may have ended this message
-            first = of_ranks.tolist().index(False)
-            source = context.named(first) if note.num_tags > 1 else None
-            raise context.mixed(note.collective, note.unit, source)
 
 
 class NumbersNow:
@@ -247,7 +149,8 @@ class Context:
     shares: Shares = None  # of resting state, by rank; None cuts evenly
     is_inference: bool = False
     reads_directly: bool = False  # files into unsharded weights
-    tags: TagBoard = field(default_factory=TagBoard)
+    flags_failures: bool = False  # see `Recipe.flags_failures`
+    uses_disk: bool = False  # for weights or states, on some rank
     numbers: NumbersNow = field(default_factory=NumbersNow)
     phase: PhaseNow = field(default_factory=PhaseNow)  # of this rank, for the lanes
     own: OwnMesh | None = None
@@ -317,27 +220,30 @@ class Context:
         """The number of ranks of whose losses a rank's partial gradients are the sum."""
         return 1 if self.own is None else self.own.sources
 
-    def mean_tag(self, mean: Tensor) -> Tensor:
-        """The mean of the ranks' tags, from a message whose sums are divided as gradients are."""
-        sources = self.sources
-        if sources == 1:
-            return mean
-        scaled = mean * sources
-        is_exact = sources & (sources - 1) == 0
-        return scaled if is_exact else scaled.round()  # a third of a tag is rounded in bfloat16
+    @property
+    def num_flags(self) -> int:
+        """Elements behind gathered weights: whether each rank could read its own."""
+        return self.world_size if self._learns_failures and self.flags_failures else 0
 
-    def is_tag(self, value: float | complex, tag: int) -> bool:
-        """True if a rank, or the mean of all ranks, sent `tag`."""
-        return abs(value - tag) <= _TOLERANCE
+    @property
+    def defers_failures(self) -> bool:
+        """True if a rank that cannot read its rows goes on until ranks exchange a digest."""
+        is_step = self.phase.name in ("forward", "backward")  # which an optimizer ends
+        return is_step and self._learns_failures and self.store.device.type != "cpu"
 
-    def mixed(self, collective: str, unit: str, source: str | None) -> WireError:
-        """The error for ranks that run a collective of different units at the same time."""
-        verb = "use" if collective == "gather" else "run backward through"
-        wanted = f"{collective} of unit {unit!r} on every rank"
-        got = f"another unit on {source or 'at least one'}"
-        hint = f"all ranks must {verb} units in the same order; a branch that only some "
-        hint += "ranks take (layerdrop) has to be inside one unit (`units=`)"
-        return WireError(wanted, got, where=self.where, hint=hint)
+    @property
+    def _learns_failures(self) -> bool:
+        """True if other ranks wait for the rows of this one."""
+        return self.gathers and self.world_size > 1
+
+    def compare_logs(self, *, waits: bool = False) -> None:
+        """Raise if ranks began other messages on a device, or one could not read its rows.
+
+        A collective; see `StepDigest`. Where a disk may have failed, ranks wait for this digest.
+        """
+        digests = {t.group.digest: t.group for t in self.routes.transports}
+        for group in digests.values():
+            group.compare_logs(self.store.device, waits=waits or self.uses_disk)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -345,7 +251,7 @@ class UnitSpec:
     """Name, dtypes and rows of one unit, for the objects that move its weights and gradients."""
 
     name: str
-    tag: int  # identifies the unit in messages
+    index: int  # among the units of the module
     described: str  # the unit and this rank, in labels of collectives
     context: Context
     dtype: torch.dtype  # of the parameters
@@ -382,7 +288,7 @@ class UnitSpec:
         )
         return UnitSpec(
             name=plan.name,
-            tag=index % MAX_TAG + 1,
+            index=index,
             described=f"unit {plan.name!r} on {context.where}",
             context=context,
             dtype=dtype,

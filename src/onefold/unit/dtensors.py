@@ -28,7 +28,7 @@ from onefold.errors import StateError
 from onefold.unit import refusals, whole
 from onefold.unit.functions import (
     GET_DATA,
-    GET_GRAD,
+    GRAD,
     NEW,
     READS,
     SET_DATA,
@@ -140,8 +140,6 @@ def _bookkeeping(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     if owner is not None:
         if func in VALUES:
             _await_values(func, owner, args, kwargs)
-        elif func == GET_GRAD:
-            owner.unit.gradient.check_there(owner)
         if func is Tensor.register_hook:
             raise refusals.TENSOR_HOOK(owner.fqn)
         if func is Tensor.__deepcopy__ and isinstance(sharded, ShardedParameter):
@@ -209,6 +207,29 @@ class _AtRest:
     def owner(self) -> Any:
         """The `UnitParameter`; None once it is gone."""
         return self._onefold_owner()
+
+    @property
+    def grad(self) -> Tensor | None:
+        """See `torch.Tensor.grad`. Optimizers read and clear each: one call, without dispatch.
+
+        Our own code uses torch's `_grad`, where functions of subclasses are disabled.
+        """
+        owner = self._onefold_owner()
+        if owner is not None and ((unit := owner.find_unit()) is None or unit.gradient.is_consumed):
+            owner.unit.gradient.check_there(owner)
+        with torch._C.DisableTorchFunctionSubclass():
+            shown = GRAD.__get__(self)
+            return as_logical(shown) if type(shown) is DTensor else shown
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            GRAD.__delete__(self)
 
     @classmethod
     @torch._disable_dynamo

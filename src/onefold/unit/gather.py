@@ -1,8 +1,8 @@
 """Gather the own rows of all ranks into the unsharded weights of one unit.
 
-Behind the weights every rank sends its tag: the number of the unit that it gathers, or FAILED_TAG
-if it could not read its rows. So ranks that gather different units, and a disk that fails on one
-rank, raise errors on every rank, and no rank waits for another that has given up.
+A rank that could not read its rows still sends a message, so that no other rank waits for it. Where
+a disk, or a step in the background, can fail, every rank sends a flag behind its weights: all raise
+the same error. On a device the digest of the step holds that flag (wire/digest.py).
 
     UnitGather      own rows -> full buffer
     TwoHopGather    own rows -> between nodes -> secondary shard (rests) -> inside the node -> full
@@ -27,12 +27,10 @@ from onefold.layout.two_axes import NodeLayout
 from onefold.unit.buffer import Buffer
 from onefold.unit.context import Hops
 from onefold.unit.weights import UnitWeights
+from onefold.wire.digest import first_failure
 from onefold.wire.message_cut import MessageLayout
 from onefold.wire.ticket import DONE, Ticket
 from onefold.wire.transport import SendRows, Transport
-
-FAILED_TAG = 0
-"""Replaces a unit's tag: the rank could not read its rows."""
 
 
 class UnitGather:
@@ -43,20 +41,18 @@ class UnitGather:
         self._spec = weights.spec
         self._transport = transport
         self._plan: GatherPlan | None = None
-        self._layout: MessageLayout | None = None  # of its message; None: a world of one
-        self._tag: Tensor | None = None  # this rank's, for messages that go straight
-        self._own_tags: Tensor | None = None  # this rank's tag, and FAILED_TAG for the other ranks
+        self._layout: MessageLayout | None = None  # of its message; None: nothing is sent
         self._name = weights.spec.label("gather")  # for errors
         self._has_base = False  # the buffer holds the weights that every rank read last
         self._user_edits: list[int] = []  # of each parameter, at the last gather
         self._gathered = -1  # all edits then
         rest, self._copies = weights.rest, weights.context.tiers.copies
         self._copy = torch._foreach_copy_ if self._copies is None else self._copies.copy
-        self._num_tags = rest.world_size if weights.context.gathers else 0
+        self._num_flags = weights.context.num_flags
         is_cast = weights.dtype != weights.compute_dtype
         self._reads_directly = weights.context.reads_directly and not is_cast
-        self.full_numel = rest.full_numel + self._num_tags
-        """Elements of a full buffer: the regions, and a tag for each rank if it is gathered."""
+        self.full_numel = rest.full_numel + self._num_flags
+        """Elements of a full buffer: the regions, and flags behind them."""
 
     @property
     def weights(self) -> UnitWeights:
@@ -91,17 +87,17 @@ class UnitGather:
     def start(self, full: Buffer) -> Ticket:
         """Begin to fill `full`. Call `check` once the ticket was waited for.
 
-        Raises `TierError` if this rank could not read its rows and ranks do not read tags at once.
+        Raises `TierError` if this rank could not read its rows and cannot tell the other ranks.
         """
         if self._reads_directly:
             return self.weights.rows.read_into(full.tensor)
         if self._plan is None:
             context, rest = self._spec.context, self._spec.rest
-            self._plan = GatherPlan.on_one_axis(rest, context.rest_rank, self._num_tags)
-            if self._num_tags:
+            self._plan = GatherPlan.on_one_axis(rest, context.rest_rank, self._num_flags)
+            if context.gathers:
                 self._layout = self._laid_out(self._plan.regions, self._transport, full)
-        if (layout := self._layout) is not None and self._goes_straight(full, self._plan, layout):
-            own = SendRows([*self.weights.own_rows(self._plan.shard), self._tag])
+        if (layout := self._layout) is not None and self._goes_straight(self._plan, layout):
+            own = SendRows([*self.weights.own_rows(self._plan.shard)])
             return self._transport.gather(full.tensor, layout, self._label(), own)
         return self._send(full, self._plan, self._label())
 
@@ -118,7 +114,7 @@ class UnitGather:
         return f"{self._name}, where {edited!r} was edited," if edited else self._name
 
     def _send(self, message: Buffer, plan: GatherPlan, label: str) -> Ticket:
-        """Put own rows and the tag into the message, and begin to exchange it."""
+        """Put own rows into the message, and begin to exchange it."""
         rows, copies = self.weights.rows, self._copies
         if copies is None:
             try:
@@ -143,7 +139,8 @@ class UnitGather:
 
     def _begin(self, message: Buffer, plan: GatherPlan, label: str) -> Ticket:
         weights, own = self.weights, self._rows_to_send()
-        *places, tags = message.parts(plan.message)[1::2]
+        places = message.parts(plan.message)[1::2]
+        flags = message.tensor[len(message.tensor) - plan.num_flags :]
 
         def bring() -> None:
             rows = weights.own_rows(plan.shard)
@@ -155,15 +152,15 @@ class UnitGather:
             if copied:
                 self._copy([places[i] for i in copied], [rows[i] for i in copied])
 
-        self.bring_and_tag(bring, tags, plan.own_tag)
+        self.bring_and_flag(bring, places, flags)
         if self._layout is None:
             return DONE
         self._has_base = False  # until this message has arrived
         ticket = self._transport.gather(message.tensor, self._layout, label, own)
         return ticket if own is None or not own.is_base_kept else ticket.then(self._note_base)
 
-    def _goes_straight(self, full: Buffer, plan: GatherPlan, layout: MessageLayout) -> bool:
-        """True if one copy takes own rows and `_tag` to the wire's buffer, not by way of `full`.
+    def _goes_straight(self, plan: GatherPlan, layout: MessageLayout) -> bool:
+        """True if one copy takes own rows to the wire's buffer, not by way of the full buffer.
 
         All of them are small, and nothing that may fail has to come before.
         """
@@ -172,13 +169,7 @@ class UnitGather:
             return False
         is_near = self._copies is None and weights.weight.far is None
         is_ready = weights.pending is None and weights.failure is None
-        if is_near and is_ready:
-            if self._tag is None:
-                with torch.inference_mode(False):
-                    tag, device = self._spec.tag, full.tensor.device
-                    self._tag = torch.full((1,), tag, dtype=weights.dtype, device=device)
-            return True
-        return False
+        return is_near and is_ready and not self._num_flags
 
     def _note_base(self) -> None:
         self._has_base = True
@@ -200,93 +191,65 @@ class UnitGather:
         for region, number in enumerate(plan.quantized):
             own.rows[region] = rows[number]
 
-    def bring_and_tag(self, bring: Callable[[], None], tags: Tensor, own: int) -> None:
-        """Have `bring` put own rows into a message; then write its `tags`, number `own` is ours.
+    def bring_and_flag(
+        self, bring: Callable[[], None], own: Sequence[Tensor], flags: Tensor
+    ) -> None:
+        """Have `bring` put own rows into a message, at `own`; then write whether that failed.
 
-        `tags` [N], or none in a world of one. On a failure, send FAILED_TAG. Raise it where ranks
-        do not read each other's tags at once. The tags of other ranks are FAILED_TAG until they
-        arrive.
+        `flags` [N], those of other ranks arrive with the message; or none. A rank that fails sends
+        zeros. It raises `TierError` where other ranks would not learn of it.
         """
-        weights = self.weights
+        weights, context = self.weights, self._spec.context
         try:
             weights.join_step(raises=True)
             bring()
         except TierError as error:
             weights.note_failure(error)
-            if not self._reads(tags):
-                raise
-        if weights.failure is not None:
-            tags.fill_(FAILED_TAG)
-        elif tags.numel():
-            if self._own_tags is None:
-                with torch.inference_mode(False):
-                    self._own_tags = torch.full_like(tags, FAILED_TAG)
-                    self._own_tags[own] = self._spec.tag
-            tags.copy_(self._own_tags)
+            if not self._num_flags:
+                if not context.defers_failures:
+                    raise
+                context.transport.group.digest.failure = error
+            torch._foreach_zero_(list(own))
+        if self._num_flags:
+            flags.fill_(weights.failure is not None)
 
-    def _laid_out(self, regions: Regions, transport: Transport, message: Buffer) -> MessageLayout:
+    def _laid_out(
+        self, regions: Regions, transport: Transport, message: Buffer
+    ) -> MessageLayout | None:
         itemsize = message.tensor.itemsize
-        return MessageLayout(*regions, transport.group, itemsize, self._spec.name)
-
-    def _reads(self, tags: Tensor) -> bool:
-        """True if ranks read each other's tags at once: where the host need not wait for it."""
-        return self._num_tags > 0 and not self._spec.context.tags.defers(tags)
+        layout = MessageLayout(*regions, transport.group, itemsize, self._spec.name)
+        return layout if layout.numel else None
 
     def check(self, full: Buffer) -> None:
-        """Raise if some rank gathered another unit at the same time, or could not read its rows.
+        """Raise `TierError`, on all ranks, if one could not read its rows, and said so."""
+        if self._num_flags:
+            self.check_flags(full.tensor[self._spec.rest.full_numel :])
 
-        Pieces of equal length would otherwise mix two units without anyone noticing.
-        """
-        if self._tag is not None and self._plan is not None:
-            self.check_tags(full.parts(self._plan.message)[-2])
-        elif self._num_tags:
-            self.check_tags(full.tensor[self._spec.rest.full_numel :])
-
-    def check_tags(self, tags: Tensor) -> None:
-        """Raise as `check` does, from the tags [N] that came with a message of this unit."""
-        spec, context = self._spec, self._spec.context
-        if not self._reads(tags):
-            if self._num_tags:
-                context.tags.note(context, "gather", spec.name, tags, spec.tag)
-            return
-        sent = tags.tolist()
-        if sent.count(spec.tag) == len(sent):
-            return
-        if any(context.is_tag(tag, FAILED_TAG) for tag in sent):
-            raise self._failed_somewhere()
-        for rank, tag in enumerate(sent):
-            if not context.is_tag(tag, spec.tag):
-                raise context.mixed("gather", spec.name, context.named(rank))
-
-    def _failed_somewhere(self) -> TierError:
-        """The error of this rank, or of the first rank that has one.
-
-        A collective of the ranks that have seen each other's tags: not of nodes that are replicas.
-        """
-        weights = self.weights
-        mine = None if weights.failure is None else str(weights.failure)
-        texts = self._spec.context.transport.group.gather(mine)
-        if weights.failure is None:
-            weights.note_failure(TierError(next(text for text in texts if text is not None)))
-        assert weights.failure is not None, "some rank has failed"
-        return weights.failure
+    def check_flags(self, flags: Tensor) -> None:
+        """Raise as `check` does, from the flags [N], or none, that came with a message."""
+        if any(flags.tolist()):
+            weights, group = self.weights, self._spec.context.transport.group
+            failure = first_failure(group, weights.failure)
+            weights.note_failure(failure)
+            raise failure
 
 
 class TwoHopGather(UnitGather):
-    """Gathers between nodes, then inside. Tags travel with both hops: every rank sees all."""
+    """Gathers between nodes, then inside. Flags travel with both hops: every rank sees all."""
 
     def __init__(self, weights: UnitWeights, hops: Hops) -> None:
         super().__init__(weights, hops.between)
         self._hops = hops
         self._name = weights.spec.label("gather between nodes")
-        self._second: Buffer | None = None  # the node's shard of weights, and a tag for each node
+        self._second: Buffer | None = None  # the node's shard of weights, and a flag of each node
         self._filled = -1  # `edits` of the unit when it was filled
         self._between = DONE  # fills it
-        self._inside: MessageLayout  # of the hop inside the node
+        self._inside: MessageLayout | None  # of the hop inside the node; None: nothing is sent
         self._node_rows: tuple[list[int], list[int]] = [], []  # split full and second at its rows
         self._node = NodeLayout.build(weights.rest.slots, hops.axes)  # of the secondary shard
         if weights.context.routes.keeps_weights:
-            context, numel = weights.context, self._node.numel + hops.axes.nodes
+            context = weights.context
+            numel = self._node.numel + (hops.axes.nodes if self._num_flags else 0)
             self._second = Buffer(
                 numel, weights.compute_dtype, Kind.SECONDARY, context.store, context.ledger
             )
@@ -315,19 +278,24 @@ class TwoHopGather(UnitGather):
             self._filled = self.weights.edits.all()
 
     def start(self, full: Buffer) -> Ticket:
-        flat, axes, numel = full.tensor, self._hops.axes, self._spec.rest.full_numel
-        inside, label = self._hops.inside, self._spec.label("gather")
         if self._second is None:
             between = self._cross(full)
-            return between.then(lambda: inside.gather(flat, self._inside, label).wait())
+            return between.then(lambda: self._gather_inside(full).wait())
         self._fill()
         self._await_second()
         near, kept = self._rows_of_node(full, self._second)
-        tags = self._second.tensor[self._node.numel :]
         with torch.no_grad():
             torch._foreach_copy_(near, kept)
-            flat[numel:][axes.local_rank :: axes.local_world_size] = tags
-        return inside.gather(flat, self._inside, label)
+            if self._num_flags:
+                axes, flags = self._hops.axes, self._second.tensor[self._node.numel :]
+                of_all = full.tensor[self._spec.rest.full_numel :]
+                of_all[axes.local_rank :: axes.local_world_size] = flags
+        return self._gather_inside(full)
+
+    def _gather_inside(self, full: Buffer) -> Ticket:
+        if self._inside is None:
+            return DONE
+        return self._hops.inside.gather(full.tensor, self._inside, self._spec.label("gather"))
 
     def _rows_of_node(self, full: Buffer, second: Buffer) -> tuple[list[Tensor], list[Tensor]]:
         """The node's shard, row by row: in the full buffer, and in the secondary shard."""
@@ -368,8 +336,9 @@ class TwoHopGather(UnitGather):
                 split_at(in_full, self.full_numel),
                 split_at(in_second, self._second.tensor.numel()),
             )
-        plan = GatherPlan.between(rest, node, keeps=self._second is not None)
-        inside = gather_inside(rest, node)
+        has_flags = self._num_flags > 0
+        plan = GatherPlan.between(rest, node, keeps=self._second is not None, has_flags=has_flags)
+        inside = gather_inside(rest, node, has_flags=has_flags)
         self._layout = self._laid_out(plan.regions, self._transport, message)
         self._inside = self._laid_out(inside, self._hops.inside, message)
         return plan

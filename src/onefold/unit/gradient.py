@@ -44,7 +44,7 @@ class UnitGradient:
         self._unit = ref(unit)
         parameters = self._parameters = unit.parameters
         self.is_unused = False  # by every rank, in the last backward
-        self._is_consumed = False  # stepped in backward, and freed: until the optimizer's step
+        self.is_consumed = False  # stepped in backward, and freed: until the optimizer's step
         self._is_discarding = False  # an aborted backward: results that still arrive are dropped
         self.partial: dict[UnitParameter, int] = {}  # partial gradients: their bytes
         self._stand_ins = StandIns()  # what `.grad` shows between micro-batches
@@ -82,7 +82,7 @@ class UnitGradient:
 
         A user may have assigned another gradient, or, to one that is a plain tensor, other data.
         """
-        grad, flat = parameter.sharded.grad, self._means.held
+        grad, flat = parameter.sharded._grad, self._means.held
         if flat is None or grad is not self.shown.get(parameter):
             return False
         if grad is None or type(grad) not in (Tensor, whole.WholeGrad):
@@ -91,19 +91,19 @@ class UnitGradient:
 
     def check_there(self, parameter: UnitParameter) -> None:
         """Raise `StateError` if the parameter's gradient was used up by a step in backward."""
-        if self._is_consumed:
+        if self.is_consumed:
             raise refusals.CONSUMED(parameter.fqn, where=self._spec.context.where)
 
     def end_step(self) -> None:
         """The step that consumed the values is over: gradients may be read again."""
-        self._is_consumed = False
+        self.is_consumed = False
 
     def consume(self) -> None:
         """A step uses the values now: show no gradient, and leave the buffer to the step."""
-        self._is_consumed = True
+        self.is_consumed = True
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in self._parameters:
-                parameter.sharded.grad = None
+                parameter.sharded._grad = None
             self._count_local()
         self.shown.clear()
         self._stand_ins.clear()
@@ -150,7 +150,7 @@ class UnitGradient:
             torn = self.earlier & set(self._with_grad())
             with torch._C.DisableTorchFunctionSubclass():
                 for parameter in self._parameters:
-                    parameter.sharded.grad = parameter.lost_mean if parameter in torn else None
+                    parameter.sharded._grad = parameter.lost_mean if parameter in torn else None
         self._is_discarding = True
 
     def lose(self) -> None:
@@ -162,7 +162,7 @@ class UnitGradient:
 
     def _with_grad(self) -> dict[UnitParameter, Tensor]:
         with torch._C.DisableTorchFunctionSubclass():
-            return {p: grad for p in self._parameters if (grad := p.sharded.grad) is not None}
+            return {p: grad for p in self._parameters if (grad := p.sharded._grad) is not None}
 
     def check_whole(self) -> set[UnitParameter]:
         """Return the parameters with a gradient; raise `StateError` if one is lost."""
@@ -199,7 +199,7 @@ class UnitGradient:
         self.drop_partial()
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for parameter in self._parameters:
-                parameter.sharded.grad = None
+                parameter.sharded._grad = None
             self.drop_cleared()
             if means and self._has_rows:
                 self.mean_rows(list(means))
@@ -214,7 +214,7 @@ class UnitGradient:
         self.rest_partial()
 
     def _give(self, parameter: UnitParameter, mean: Tensor) -> None:
-        self.shown[parameter] = parameter.sharded.grad = parameter.wrap_grad(mean)
+        self.shown[parameter] = parameter.sharded._grad = parameter.wrap_grad(mean)
 
     # reduced
 
@@ -226,7 +226,7 @@ class UnitGradient:
         parameters = self.trainable()
         self.show_late()
         self.unit.join_step()  # it may still read the rows that are written now
-        if self._is_consumed and parameters:
+        if self.is_consumed and parameters:
             self.check_there(parameters[0])
         if not self._spec.context.exchanges:
             self._due.clear()
@@ -261,8 +261,8 @@ class UnitGradient:
                 if grad is None or parameter.unsharded is sharded:
                     continue
                 mean = scaled(grad, parameter.local.dtype, sources)
-                if sharded.grad is not None:
-                    parameter.unwrap(sharded.grad).add_(mean)
+                if sharded._grad is not None:
+                    parameter.unwrap(sharded._grad).add_(mean)
                 else:
                     self._give(parameter, mean)
                 parameter.unsharded.grad = None
@@ -335,7 +335,7 @@ class UnitGradient:
 
     def _shows_nothing(self, parameter: UnitParameter) -> bool:
         """True if `.grad` is None, or stands for a sum that is on its way."""
-        shown = parameter.sharded.grad
+        shown = parameter.sharded._grad
         return shown is None or (
             isinstance(shown, NoMean) and shown is not self.shown.get(parameter)
         )
@@ -358,7 +358,7 @@ class UnitGradient:
         with torch._C.DisableTorchFunctionSubclass():
             rows = self._means.rows()
             for parameter in parameters:
-                sharded, shown = parameter.sharded, parameter.sharded.grad
+                sharded, shown = parameter.sharded, parameter.sharded._grad
                 if shown is None or sharded is parameter.unsharded or isinstance(shown, NoMean):
                     self._give(parameter, rows[parameter.index].view_as(parameter.local))
                 hooks = sharded._post_accumulate_grad_hooks if runs_hooks else None
@@ -370,7 +370,7 @@ class UnitGradient:
         flat, rows = self._means.allocate()
         fresh = list[bool]()
         for parameter in parameters:
-            grad, is_bare = parameter.sharded.grad, parameter.sharded is parameter.unsharded
+            grad, is_bare = parameter.sharded._grad, parameter.sharded is parameter.unsharded
             adds = grad is not None and not is_bare and not self._shows_nothing(parameter)
             fresh.append(not adds)
             if adds and grad is not None and not self.shows_mean(parameter):
@@ -394,7 +394,7 @@ class UnitGradient:
 
     def _drop_cleared_means(self) -> None:
         held = self.held_back
-        cleared = [p for p, g in self.shown.items() if p.sharded.grad is not g and p not in held]
+        cleared = [p for p, g in self.shown.items() if p.sharded._grad is not g and p not in held]
         for parameter in cleared:
             del self.shown[parameter]
         if self._reduced_at == self._ledger.steps:  # nothing was stepped by them

@@ -89,7 +89,7 @@ class Replicated(OneHop):
         """Means are quantized again, to be gathered: add the residuals of the last such message."""
         if not (self._between.transport.is_quantized and self._spec.context.routes.feeds_back):
             return []
-        is_used = [count != 0 for count in self.counts[:-1].tolist()]
+        is_used = [count != 0 for count in self.counts.tolist()]
         residual_of = self.feedback.of("means", self._between.regions(which, is_used))
         pairs = list[tuple[Tensor, Tensor]]()
         for region, (index, part) in enumerate(zip(which, parts, strict=True)):
@@ -153,7 +153,7 @@ class TwoHop(OneHop):
 
     def _add_counts(self) -> None:
         """Add the counts of the first hop to those of earlier micro-batches."""
-        for index, count in zip(self._entered, self.counts[:-1], strict=True):
+        for index, count in zip(self._entered, self.counts, strict=True):
             known = self._counts.get(index)
             self._counts[index] = count if known is None else known + count
 
@@ -170,7 +170,7 @@ class TwoHop(OneHop):
         nodes = between.transport.group.world_size
         regions = [span for index in which for span in self._regions(index, nodes)]
         partials = [sums.tensor[slice(*span)].to(wide) for span in regions]
-        flags = torch.stack([*(self._counts[index] for index in which), self.counts[-1]]).to(dtype)
+        flags = torch.stack([self._counts[index] for index in which]).to(dtype)
         is_used = [
             used or index in self._users
             for index, used in zip(which, self._fed(which, users), strict=True)

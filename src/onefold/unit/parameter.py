@@ -123,7 +123,7 @@ class UnitParameter(ShardedForm):
     def own_grad(self) -> Tensor | None:
         """Own rows of `sharded.grad`, as real numbers; None if there are none."""
         with torch._C.DisableTorchFunctionSubclass():
-            shown = self.sharded.grad
+            shown = self.sharded._grad
             if shown is None or not self.local.numel():
                 return None
             own = self.unwrap(shown)

@@ -7,8 +7,8 @@
 
 `Replicated` and `TwoHop` are in node_reduction.py. The first hop begins when backward has passed
 a unit. The second begins when the first is over, at the same point of the order on every
-rank. One number for each parameter and one for the unit are sent with the gradients (`counts`): the
-share of ranks that used the parameter, and the mean of the tags.
+rank. One number for each parameter is sent with the gradients (`counts`): the share of ranks that
+used it.
 
 A hop refers to no unit, parameter or `.grad`: it takes indices of parameters, tensors and flags.
 See docs/adr/0005.
@@ -267,7 +267,7 @@ class OneHop:
         self._first = GradientHop(spec, transport, self.feedback, self._slabs)
         self._means: dict[Which, MessageLayout] = {}  # of means that all ranks gather
         self._sent_flags: tuple[list[bool], Tensor] = [], torch.empty(0)
-        self.counts: Tensor  # of the last hop that has landed: [parameters + 1]
+        self.counts: Tensor  # of the last hop that has landed: [parameters]
 
     def start(
         self, which: Which, partials: list[Tensor], used: list[bool], mean: MeanRows | None
@@ -290,20 +290,11 @@ class OneHop:
         return self._pieces(which, mean.rows), mean.fresh
 
     def users(self, used: Users) -> Users:
-        """For each parameter, whether some rank used it, from the counts of the last message.
-
-        Raises `WireError` if the ranks did not all reduce this unit.
-        """
-        context, spec = self._spec.context, self._spec
-        mean_tag = context.mean_tag(self.counts[-1:])
-        if is_late := context.tags.defers(mean_tag):
-            context.tags.keep(context, "reduce_scatter", spec.name, mean_tag, spec.tag)
-        elif not context.is_tag(mean_tag.item(), self._spec.tag):
-            raise context.mixed("reduce_scatter", self._spec.name, None)
+        """For each parameter, whether some rank used it, from the counts of the last message."""
         if isinstance(used, list) and all(used):
             return used
-        fetched = Fetched(self.counts[:-1])  # the host may have to wait for the device
-        return fetched if is_late else known(fetched)
+        fetched = Fetched(self.counts)  # the host may have to wait for the device
+        return known(fetched) if self.counts.device.type == "cpu" else fetched
 
     def follow(
         self, which: Which, users: Users, shown: list[bool], mean: MeanRows
@@ -333,12 +324,12 @@ class OneHop:
         self.feedback.forget(slots[index] for index in which)
 
     def _flags(self, used: list[bool]) -> Tensor:
-        """The numbers that travel with gradients: whether this rank used each, and the tag."""
+        """The numbers that travel with gradients: whether this rank used each parameter."""
         spec = self._spec
         device = spec.context.store.device
         sent, flags = self._sent_flags
         if sent != used:  # seldom: a GPU's host waits for the copy
-            flags = torch.tensor([*used, spec.tag], dtype=spec.compute_dtype, device=device)
+            flags = torch.tensor(used, dtype=spec.compute_dtype, device=device)
             self._sent_flags = list(used), flags
         self.counts = torch.empty(flags.numel(), dtype=spec.dtype, device=device)
         return flags

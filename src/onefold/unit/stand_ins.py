@@ -22,22 +22,22 @@ class StandIns:
     def show(self, parameter: UnitParameter, stand_in: Tensor | None) -> None:
         """Note what `.grad` shows; if there is a `stand_in`, have it show that."""
         if stand_in is not None:
-            parameter.sharded.grad = stand_in
+            parameter.sharded._grad = stand_in
             self._own.add(parameter)
-        self.shown[parameter] = parameter.sharded.grad  # type: ignore[assignment]
+        self.shown[parameter] = parameter.sharded._grad  # type: ignore[assignment]
 
     def show_partial(self, parameter: UnitParameter, grad: Tensor) -> None:
         """Show a partial gradient [all rows], unless a mean of earlier micro-batches is shown."""
         if parameter.unsharded is not parameter.sharded:
-            is_free = parameter.sharded.grad is None
+            is_free = parameter.sharded._grad is None
             self.show(parameter, parameter.wrap_partial(grad) if is_free else None)
 
     def take_back(self, means: Mapping[UnitParameter, Tensor], *, are_sent: bool = False) -> None:
         """Show none but `means`; of sums that `are_sent`, that they are lost until they land."""
         for parameter in self._own:
             shown = self.shown[parameter]
-            if parameter.sharded.grad is shown and shown is not means.get(parameter):
-                parameter.sharded.grad = parameter.lost_mean if are_sent else None
+            if parameter.sharded._grad is shown and shown is not means.get(parameter):
+                parameter.sharded._grad = parameter.lost_mean if are_sent else None
         self.clear()
 
     def cleared(self, partial: Iterable[UnitParameter], where: str) -> list[UnitParameter]:
@@ -47,7 +47,7 @@ class StandIns:
         in the place of a stand-in stays, and means add to it. One in the place of a mean of earlier
         micro-batches raises `StateError`.
         """
-        replaced = [p for p, shown in self.shown.items() if p.sharded.grad is not shown]
+        replaced = [p for p, shown in self.shown.items() if p.sharded._grad is not shown]
         cleared = [p for p in replaced if not self._take_assigned(p, partial, where)]
         for parameter in cleared:
             del self.shown[parameter]
@@ -57,13 +57,13 @@ class StandIns:
     def _take_assigned(
         self, parameter: UnitParameter, partial: Iterable[UnitParameter], where: str
     ) -> bool:
-        assigned = parameter.sharded.grad
+        assigned = parameter.sharded._grad
         if assigned is not None and parameter not in self._own:
             raise refusals.REPLACED_SUM(parameter.fqn, where=where)
         values = None if assigned is None else parameter.unwrap_partial(assigned)
         if values is None or parameter not in partial:
             return False
-        parameter.sharded.grad = None
+        parameter.sharded._grad = None
         parameter.set_partial_grad(values)
         self.show_partial(parameter, values)
         return True

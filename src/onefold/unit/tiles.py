@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from onefold.errors import StateError
 from onefold.layout.ledger import Kind
-from onefold.layout.messages import tags_of
+from onefold.layout.messages import flags_of
 from onefold.layout.observer import Stream, watched
 from onefold.layout.rows import Slot, round_up
 from onefold.tier.store import GRAIN_NUMEL
@@ -71,7 +71,7 @@ class TiledWeight:
         self.tiles = _tiles(parameter, tile_nbytes)
         self.tile_rows = [tile.rows for tile in self.tiles]
         numel = max(tile.num_rows for tile in self.tiles) * self.num_columns
-        numel += self._context.world_size  # for tags
+        numel += self._context.num_flags
         store, ledger = self._context.store, self._context.ledger
         self._rooms = [
             Buffer(numel, self.dtype, Kind.UNSHARDED, store, ledger, is_counted=False) for _ in "ab"
@@ -149,27 +149,27 @@ class TiledWeight:
             following = self._start(number + 1) if number + 1 < len(self.tiles) else DONE
             ticket.wait()
             numel = tile.num_rows * self.num_columns
-            self._gather.check_tags(room.tensor[numel : numel + len(tile.rows)])
+            self._gather.check_flags(room.tensor[numel : numel + self._context.num_flags])
             yield tile, room.tensor[:numel].view(tile.num_rows, self.num_columns)
             room.release()
 
     def _start(self, number: int) -> Ticket:
         """Begin to gather a tile into its room."""
         tile, room, context = self.tiles[number], self._rooms[number % 2], self._context
-        rank, world_size = context.rank, context.world_size
+        rank, num_flags = context.rank, context.num_flags
         room.reallocate()
         numel = tile.num_rows * self.num_columns
         before = sum(stop - start for start, stop in tile.rows[:rank]) * self.num_columns
         own = room.tensor[before : before + tile.own[1] - tile.own[0]]
-        tags = room.tensor[numel : numel + world_size]
-        if world_size == 1 and self._gather.weights.weight.far is not None:
+        if context.world_size == 1 and self._gather.weights.weight.far is not None:
             self._gather.weights.join_step(raises=True)
             return Ticket([context.tiers.fetchers.give(lambda: self._copy_near(tile.own, own))])
-        self._gather.bring_and_tag(lambda: self._copy_near(tile.own, own), tags, rank)
-        if world_size == 1:
+        message = room.tensor[: numel + num_flags]
+        self._gather.bring_and_flag(lambda: self._copy_near(tile.own, own), [own], message[numel:])
+        if context.world_size == 1:
             return DONE
         label = f"gather of a tile of {self.parameter.fqn!r} on rank {rank}"
-        return context.transport.gather(room.tensor[: numel + world_size], tile.gather, label)
+        return context.transport.gather(message, tile.gather, label)
 
     def _rows_of(self, tokens: Tensor) -> Tensor:
         """The rows of the tokens [...] of this rank: [..., C]. A collective that moves them alone.
@@ -186,7 +186,7 @@ class TiledWeight:
         columns, first = self.num_columns, bounds[context.rank][0]
         own_rows = slice(ends[context.rank], ends[context.rank + 1])
         numel, store = len(wanted) * columns, context.store
-        room = Buffer(numel + context.world_size, self.dtype, Kind.UNSHARDED, store, context.ledger)
+        room = Buffer(numel + context.num_flags, self.dtype, Kind.UNSHARDED, store, context.ledger)
         flat = room.tensor
         rows = flat[:numel].view(len(wanted), columns)
 
@@ -195,12 +195,12 @@ class TiledWeight:
                 at = (row - first) * columns
                 self._copy_near((at, at + columns), into)
 
-        self._gather.bring_and_tag(bring, flat[numel:], context.rank)
+        self._gather.bring_and_flag(bring, [rows[own_rows]], flat[numel:])
         if context.world_size > 1:
             layout = _message(self.parameter, [end * columns for end in ends], self.parameter.fqn)
             label = f"gather of rows of {self.parameter.fqn!r} on {context.where}"
             context.transport.gather(flat, layout, label).wait()
-            self._gather.check_tags(flat[numel:])
+            self._gather.check_flags(flat[numel:])
         return F.embedding(torch.searchsorted(tokens_of_all, tokens), rows)
 
     def _copy_near(self, span: tuple[int, int], into: Tensor) -> None:
@@ -280,21 +280,23 @@ def _tiles(parameter: UnitParameter, tile_nbytes: int) -> list[Tile]:
         for start, stop in rows:
             ends.append(ends[-1] + (stop - start) * columns)
         gather = _message(parameter, ends, spec.name)
-        reduce = _message(parameter, ends, spec.name, has_tags=False)
+        reduce = _message(parameter, ends, spec.name, has_flags=False)
         tiles.append(Tile(rows, (own[0], own[1]), gather, reduce))
     return tiles
 
 
 def _message(
-    parameter: UnitParameter, ends: list[int], name: str, *, has_tags: bool = True
+    parameter: UnitParameter, ends: list[int], name: str, *, has_flags: bool = True
 ) -> MessageLayout:
-    """A message of each rank's elements up to its end, and a tag from each behind them."""
-    group, itemsize = parameter.spec.context.transport.group, parameter.spec.compute_dtype.itemsize
+    """A message of each rank's elements up to its end, and the flags of a gather behind them."""
+    context, itemsize = parameter.spec.context, parameter.spec.compute_dtype.itemsize
+    group, num_flags = context.transport.group, context.num_flags
     region = Slot(parameter.fqn, (ends[-1],), 0, tuple(pairwise(ends)), ())
-    if not has_tags:
+    if not has_flags:
         return MessageLayout([region], None, group, itemsize, name)
-    tags = tags_of(group.world_size)
-    return MessageLayout([region, tags], [0, ends[-1]], group, itemsize, name)
+    flags = [flags_of(num_flags)] if num_flags else []
+    offsets = [0, ends[-1]][: 1 + len(flags)]
+    return MessageLayout([region, *flags], offsets, group, itemsize, name)
 
 
 def _columns(flat: Tensor, tile: Tile) -> Tensor:

@@ -76,7 +76,9 @@ class Unit(UnitWeights):
         self.is_tiled = plan.tile_nbytes > 0  # gathered in row blocks
         self._ticket: Ticket = DONE
         self._fresh = False
-        self._is_checked = False  # the tags of what the full buffer holds
+        self._is_checked = (
+            False  # that every rank could read its rows of what the full buffer holds
+        )
         self._gathered = -1  # `edits` when the full buffer was filled
         self.parameters = [
             UnitParameter(self, self.spec, number, self.weight.tensor, member)
@@ -286,7 +288,7 @@ class Unit(UnitWeights):
         if self.gradient.shown or self.context.world_size > 1:
             return bool(self.gradient.shown)
         with torch._C.DisableTorchFunctionSubclass():  # of one rank they may be autograd's own
-            return any(parameter.sharded.grad is not None for parameter in self.parameters)
+            return any(parameter.sharded._grad is not None for parameter in self.parameters)
 
     def replaced(self) -> None:
         """Weights were read anew on every rank, into the master where there is one."""

@@ -49,7 +49,7 @@ class HeldBack(dict[Any, Tensor]):
     def hold(self, parameter: Any) -> None:
         """Show no gradient."""
         with torch._C.DisableTorchFunctionSubclass():
-            grad, parameter.sharded.grad = parameter.sharded.grad, None
+            grad, parameter.sharded._grad = parameter.sharded._grad, None
         if grad is not None:
             self[parameter] = grad
 
@@ -57,4 +57,4 @@ class HeldBack(dict[Any, Tensor]):
         """Show the gradient again, if it is held back."""
         if parameter in self:
             with torch._C.DisableTorchFunctionSubclass():
-                parameter.sharded.grad = self.pop(parameter)
+                parameter.sharded._grad = self.pop(parameter)

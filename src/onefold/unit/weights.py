@@ -158,7 +158,7 @@ class UnitWeights:
 
     def __init__(self, spec: UnitSpec) -> None:
         self.spec = spec
-        self.name, self.tag = spec.name, spec.tag
+        self.name = spec.name
         self.context = spec.context
         self.dtype, self.compute_dtype = spec.dtype, spec.compute_dtype
         self.rest, self.wire = spec.rest, spec.wire

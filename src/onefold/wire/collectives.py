@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import methodcaller
 from typing import TypeVar, cast
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from onefold.compat import NAMES
 from onefold.errors import OnefoldError, WireError
+from onefold.wire.digest import StepDigest
 from onefold.wire.lanes import ALL_GATHER, ALL_TO_ALL, Lanes
 from onefold.wire.peers import Peers
 from onefold.wire.ticket import Ticket, Waitable
@@ -54,6 +55,7 @@ class Group:
     watch: DeviceWatch | None = None  # over messages of a device, which go by `handle`
     packs: bool = False  # all regions of a message travel as one, in place of where they lie
     local: tuple[int, int] | None = None  # local rank and local world size, of ranks that have met
+    digest: StepDigest = field(default_factory=StepDigest, compare=False)  # of what no lane carries
 
     @staticmethod
     def of(handle: dist.ProcessGroup | None) -> Group:
@@ -152,9 +154,23 @@ class Group:
         return self.peers.track(cast("list[dist.Work]", works), label)
 
     def agree(self, message: Hashable, label: str, like: torch.Tensor) -> None:
-        """Before the first work of a message of tensors such as `like`: see `Peers.agree`."""
+        """Before the first work of a message of tensors such as `like`: see `Peers.agree`.
+
+        Messages that no lane carries are compared at the end of a step: see `compare_logs`.
+        """
         if self.peers is not None and like.device.type == "cpu":
             self.peers.agree(message, label)
+        elif self.world_size > 1:
+            self.digest.log_message(without_rank(label), self, like.device)
+
+    def compare_logs(self, device: torch.device, *, waits: bool) -> None:
+        """Raise if ranks began other messages of a device, or one failed: see `StepDigest`.
+
+        A collective. Nothing to do where lanes carry all messages.
+        """
+        has_lanes = self.peers is not None and device.type == "cpu"
+        if self.world_size > 1 and not has_lanes:
+            self.digest.compare_logs(self, device, waits=waits)
 
     def wait(self, work: Waitable, label: str) -> None:
         """Wait for the one work of a message."""
@@ -225,6 +241,11 @@ class Group:
 
     def _gather_now(self, out: torch.Tensor, shard: torch.Tensor) -> None:
         self.wait(self.all_gather(out, shard), MESSAGE)
+
+
+def without_rank(label: str) -> str:
+    """The part of a label that is the same on every rank."""
+    return label.partition(" on ")[0]
 
 
 class QueuedWork:

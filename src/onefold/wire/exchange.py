@@ -64,7 +64,7 @@ class Exchange:
         return [work]
 
     def count(self, collective: str, nbytes: int, control_nbytes: int = 0) -> None:
-        """Count the bytes of one collective, under the name of its links; and of its tags."""
+        """Count the bytes of one collective, under the name of its links; and of its flags."""
         self.ledger.sent(collective + self._where, nbytes)
         if control_nbytes:
             self.ledger.sent("control", control_nbytes, 0)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onefold.wire.collectives import Group
+from onefold.wire.collectives import Group, without_rank
 
 Move = Callable[..., tuple[Tensor, ...]]
 Shapes = Sequence[Sequence[Sequence[int]]]
@@ -46,7 +46,7 @@ def swap(
         place.copy_(tensor)
     received, pieces = _buffer(like, shapes)
     numels = [[sum(view.numel() for view in row) for row in rows] for rows in (pieces, places)]
-    group.agree(_without_rank(label), label, message)
+    group.agree(without_rank(label), label, message)
     work = group.all_to_all(received, message, *numels)
     group.wait(work, label)
     return pieces
@@ -58,11 +58,6 @@ def _buffer(like: Tensor, shapes: Shapes) -> tuple[Tensor, list[list[Tensor]]]:
     flat = like.new_empty(sum(numels))
     views = iter(flat.split(numels)) if numels else iter(())
     return flat, [[next(views).view(tuple(shape)) for shape in row] for row in shapes]
-
-
-def _without_rank(label: str) -> str:
-    """The part of a label that is the same on every rank."""
-    return label.partition(" on ")[0]
 
 
 def gathered(group: Group, dim: int, piece: Tensor, label: str) -> Tensor:
@@ -77,7 +72,7 @@ def of_ranks(group: Group, mine: Tensor, label: str) -> Tensor:
     if group.world_size == 1:
         return mine[None]
     everyone = mine.new_empty((group.world_size, *mine.shape))
-    group.agree((_without_rank(label), mine.nbytes), label, mine)
+    group.agree((without_rank(label), mine.nbytes), label, mine)
     work = group.all_gather(everyone.view(-1), mine.view(-1))
     group.wait(work, label)
     return everyone
