@@ -108,7 +108,7 @@ def test_zero_grad_reads_and_clears_each_gradient_by_one_call(stage):
         counts: list[int] = []
         for clear in (optimizer.zero_grad, module.zero_grad):
             module(torch.ones(2, 4)).sum().backward()
-            counts.append(num_calls(clear, within=PACKAGE))
+            counts.append(CallCounter().of(clear).num_within(OWN))
             assert all(parameter.grad is None for parameter in module.parameters())
         return counts[0], counts[1]
 
