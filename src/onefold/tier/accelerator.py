@@ -167,20 +167,25 @@ def sent(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> 
 
 
 class Fetched:
-    """Numbers on their way to the host, which waits for them only where it reads them."""
+    """Numbers on their way to the host, which waits for them only where it reads them.
+
+    Attributes:
+        arrived: the end of the copy; None for numbers in host memory.
+    """
 
     def __init__(self, source: Tensor) -> None:
         """Begin to copy `source` [numel] behind all that its stream has queued."""
-        self._copy, self._event = source, None
+        self._copy = source
+        self.arrived: Event | None = None
         if source.device.type != "cpu":
             self._copy = pinned(source.numel(), source.dtype)
             self._copy.copy_(source, non_blocking=True)
-            self._event = record(source.device)
+            self.arrived = record(source.device)
 
     def read(self) -> Tensor:
         """Return the numbers in host memory; the host waits until they are there."""
-        if self._event is not None:
-            finish(self._event)
+        if self.arrived is not None:
+            finish(self.arrived)
         return self._copy
 
 

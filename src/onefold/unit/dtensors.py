@@ -28,7 +28,6 @@ from onefold.errors import StateError
 from onefold.unit import refusals, whole
 from onefold.unit.functions import (
     GET_DATA,
-    GRAD,
     NEW,
     READS,
     SET_DATA,
@@ -37,6 +36,7 @@ from onefold.unit.functions import (
     is_passive,
     writes,
 )
+from onefold.unit.grad_slot import GradSlot
 from onefold.unit.logical import (
     LogicalValues,
     as_logical,
@@ -199,37 +199,12 @@ def _own_memory(outputs: Any, unsharded: list[Tensor]) -> Any:
     return tree_map(own, outputs)
 
 
-class _AtRest:
+class _AtRest(GradSlot):
     """A parameter object over the weight at rest; its owner has the unsharded one."""
-
-    _onefold_owner: Owner
 
     def owner(self) -> Any:
         """The `UnitParameter`; None once it is gone."""
         return self._onefold_owner()
-
-    @property
-    def grad(self) -> Tensor | None:
-        """See `torch.Tensor.grad`. Optimizers read and clear each: one call, without dispatch.
-
-        Our own code uses torch's `_grad`, where functions of subclasses are disabled.
-        """
-        owner = self._onefold_owner()
-        if owner is not None and ((unit := owner.find_unit()) is None or unit.gradient.is_consumed):
-            owner.unit.gradient.check_there(owner)
-        with torch._C.DisableTorchFunctionSubclass():
-            shown = GRAD.__get__(self)
-            return as_logical(shown) if type(shown) is DTensor else shown
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            GRAD.__set__(self, value)
-
-    @grad.deleter
-    def grad(self) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            GRAD.__delete__(self)
 
     @classmethod
     @torch._disable_dynamo
@@ -237,7 +212,7 @@ class _AtRest:
         return _dispatch(func, args, kwargs)
 
 
-class ShardedParameter(_AtRest, LogicalValues):
+class ShardedParameter(_AtRest, LogicalValues):  # type: ignore[override]
     """This rank's rows of a sharded parameter, as a `DTensor` with the parameter's logical shape.
 
     `nn.Parameter` for every `isinstance` check.
@@ -261,7 +236,7 @@ class ShardedParameter(_AtRest, LogicalValues):
             owner.unit.wait_step()
 
 
-class ReplicatedParameter(_AtRest, nn.Parameter):
+class ReplicatedParameter(_AtRest, nn.Parameter):  # type: ignore[override]
     """The weight at rest, all rows, where modules compute with a narrower copy."""
 
     def __repr__(self) -> str:  # type: ignore[override]

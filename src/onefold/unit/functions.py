@@ -94,7 +94,6 @@ READS = {
 
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
-GRAD: Any = Tensor.grad  # torch's own attribute
 _COMPUTED_GETTERS = {"T", "H", "mT", "mH", "real", "imag"}
 VALUES = {
     Tensor.detach, Tensor.__repr__, Tensor.__format__, Tensor.data_ptr, Tensor.untyped_storage,

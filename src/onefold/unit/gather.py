@@ -208,7 +208,7 @@ class UnitGather:
             if not self._num_flags:
                 if not context.defers_failures:
                     raise
-                context.transport.group.digest.failure = error
+                context.transport.group.digest.tell_failure(error)
             torch._foreach_zero_(list(own))
         if self._num_flags:
             flags.fill_(weights.failure is not None)

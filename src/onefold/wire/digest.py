@@ -45,14 +45,10 @@ class _Exchanged(NamedTuple):
 
 
 class StepDigest:
-    """The messages that this rank has begun in one group, and its failure, since the last exchange.
-
-    Attributes:
-        failure: why rows of this rank were not in a message; the next digest tells all ranks.
-    """
+    """What this rank has begun in one group since the last exchange, and whether it has failed."""
 
     def __init__(self) -> None:
-        self.failure: TierError | None = None
+        self._failure: TierError | None = None
         self._log: list[str] = []
         self._exchanged: _Exchanged | None = None
         self._stream: accelerator.Stream | None = None
@@ -62,6 +58,10 @@ class StepDigest:
         self._log.append(message)
         if len(self._log) == MOST_LOGGED:
             self.compare_logs(ranks, device, waits=False)
+
+    def tell_failure(self, failure: TierError) -> None:
+        """Tell all ranks, by the next digest, why rows of this rank were not in a message."""
+        self._failure = failure
 
     def compare_logs(self, ranks: LoggedRanks, device: torch.device, *, waits: bool) -> None:
         """Begin to exchange a digest, and judge that of the call before; with `waits`, this one.
@@ -79,8 +79,8 @@ class StepDigest:
             self._judge(ranks, now)
 
     def _exchange(self, ranks: LoggedRanks, device: torch.device) -> _Exchanged:
-        log, failure = self._log, self.failure
-        self._log, self.failure = [], None
+        log, failure = self._log, self._failure
+        self._log, self._failure = [], None
         digest = crc32(repr(log).encode())
         if self._stream is None and device.type != "cpu":
             self._stream = accelerator.new(device)
@@ -89,8 +89,8 @@ class StepDigest:
             numbers = accelerator.sent([digest, -digest, failure is not None], torch.int64, device)
             ranks.all_reduce_max(numbers, _LABEL)
             fetched = accelerator.Fetched(numbers)
-            if ranks.watch is not None:
-                ranks.watch.note(accelerator.record(device), _LABEL, device)
+        if ranks.watch is not None and fetched.arrived is not None:
+            ranks.watch.note(fetched.arrived, _LABEL, device)
         return _Exchanged(log, failure, fetched)
 
     def _judge(self, ranks: LoggedRanks, exchanged: _Exchanged | None) -> None:
