@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import FrameType
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +13,7 @@ from torch import nn
 
 import onefold
 from onefold.config import Precision
+from tests.support.calls import OWN, CallCounter
 from tests.support.ranks import run_ranks, seeded
 
 MOST_PASSES = 4
@@ -63,9 +61,6 @@ def test_shard_passes_over_the_module_tree_at_most_four_times(choices, monkeypat
     run_ranks(3, body)
 
 
-PACKAGE = str(Path(onefold.__file__).parent)
-
-
 class Stack(nn.Module):
     """Blocks in a row, each a unit of two parameters a layer."""
 
@@ -97,7 +92,7 @@ def test_forward_and_backward_make_few_python_calls_for_a_unit(stage, num_layers
             for _ in range(3):
                 train()
                 module.zero_grad()
-            return num_calls(train, within=PACKAGE)
+            return CallCounter().of(train).num_within(OWN)
 
         return int(run_ranks(3, body)[0])
 
@@ -116,26 +111,11 @@ def test_shard_and_the_first_step_make_few_python_calls_for_a_parameter():
                 module(torch.ones(2, 4)).sum().backward()
                 optimizer.step()
 
-            return [num_calls(work) for work in (lambda: onefold.shard(module, optimizer), train)]
+            works = (lambda: onefold.shard(module, optimizer), train)
+            return [CallCounter().of(work).num_within() for work in works]
 
         return run_ranks(3, body)[0]
 
     calls(1)  # what is asked once a process
     for few, many, most in zip(calls(2), calls(6), (420, 160), strict=True):
         assert (many - few) / (2 * 2 * 4) <= most
-
-
-def num_calls(work: Callable[[], object], within: str = "") -> int:
-    """Python calls of `work`, of functions in files below a folder."""
-    total = 0
-
-    def count(frame: FrameType, event: str, _: object) -> None:
-        nonlocal total
-        total += event == "call" and frame.f_code.co_filename.startswith(within)
-
-    sys.setprofile(count)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return total

@@ -1,0 +1,94 @@
+"""Choose seeds of drawn programs that together cover many pairs of values.
+
+    python -m tests.support.programs.choosing > tests/support/programs/chosen.py
+
+A value is a class of a module or optimizer, an operation, or an option with its argument. Two of
+them are a pair where one leg of a program has both. Each turn takes the seed that adds most pairs,
+the lower one of equals. A seed is left out if plain torch cannot run its first program, and if the
+library refuses it and `MOST_REFUSED` refused ones are chosen: such a program runs few of its pairs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from itertools import combinations
+
+from tests.support.programs.drawing import Drawn, DrawnLeg, draw
+from tests.support.programs.judging import Judge
+from tests.support.ranks import run_ranks
+
+POOL, NUM_CHOSEN, MOST_REFUSED = 3000, 120, 12
+
+Pair = tuple[str, str]
+
+
+def combined_values(drawn: Drawn, leg: DrawnLeg) -> set[str]:
+    """Return what one leg of a program combines."""
+    modules = {name for block in drawn.blocks for name in re.findall(r"[A-Z]\w*(?=\()", block)}
+    optimizer = re.findall(r"\w+(?=\()|foreach|fused", drawn.optimizer)
+    calls = {call.partition("(")[0] for call in leg.operations}
+    options = {name if name == "shares" else f"{name}={argument}" for name, argument in leg.options}
+    return (
+        {*modules, *optimizer, drawn.groups, drawn.dtype, f"{leg.world_size} ranks"}
+        | calls | options
+    )  # fmt: skip
+
+
+def pairs_of(drawn: Drawn) -> set[Pair]:
+    """Return the pairs of values that a program covers, each sorted."""
+    return {
+        pair for leg in drawn.legs for pair in combinations(sorted(combined_values(drawn, leg)), 2)
+    }
+
+
+def covered_pairs(seeds: Iterable[int]) -> set[Pair]:
+    """Return the pairs that the first programs of seeds cover."""
+    return set().union(*(pairs_of(draw(seed)) for seed in seeds))
+
+
+def choose_seeds(pool: Iterable[int], number: int, keeps: Callable[[int], bool]) -> list[int]:
+    """Choose seeds of a pool greedily, those alone that `keeps` accepts; in the order of choice."""
+    left = {seed: pairs_of(draw(seed)) for seed in pool}
+    chosen: list[int] = []
+    while left and len(chosen) < number:
+        best = max(left, key=lambda seed: (len(left[seed]), -seed))
+        new = left.pop(best)
+        if keeps(best):
+            chosen.append(best)
+            left = {seed: own - new for seed, own in left.items()}
+    return chosen
+
+
+def runs_through(judge: Judge) -> Callable[[int], bool]:
+    """Return a test of seeds: true for one that is right, and for the first refused ones."""
+    refused: list[int] = []
+
+    def keeps(seed: int) -> bool:
+        kind = judge.judge(draw(seed), compares=seed % 2 == 0).kind
+        if kind != "refused":
+            return kind != "redrawn"
+        refused.append(seed)
+        return len(refused) <= MOST_REFUSED
+
+    return keeps
+
+
+def main() -> None:
+    """Print the module of chosen seeds."""
+    seeds = choose_seeds(range(POOL), NUM_CHOSEN, runs_through(Judge(run_ranks)))
+    rows = [seeds[at : at + 12] for at in range(0, len(seeds), 12)]
+    lines = "".join(f"    {', '.join(map(str, row))},\n" for row in rows)
+    sets = (range(60), range(NUM_CHOSEN), seeds, range(POOL))
+    counts = [len(covered_pairs(several)) for several in sets]
+    print(
+        '"""Seeds of drawn programs, in the order in which choosing.py took them.\n\n'
+        f"Pairs of values: {counts[0]:,} by the seeds 0-59, {counts[1]:,} by 0-{NUM_CHOSEN - 1}, "
+        f"{counts[2]:,} by these,\n{counts[3]:,} by the pool of {POOL:,}. "
+        'After a change of the catalogue or of drawing.py, choose again.\n"""\n\n'
+        f"CHOSEN = (\n{lines})  # fmt: skip"
+    )
+
+
+if __name__ == "__main__":
+    main()
