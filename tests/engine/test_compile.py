@@ -177,7 +177,6 @@ def test_any_number_of_ranks_trains_alike(ranks):
     same(ranks, small, units, "aot_eager", stage=3)
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("how", "options"),
     [
@@ -209,7 +208,6 @@ def test_recompute_inside_and_around_units_changes_nothing(how, use_reentrant):
     same(2, lambda: Straight(use_reentrant), how, "eager")
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("build", "backend", "options"),
     [
@@ -414,7 +412,7 @@ def job(tmp_path):
     return Job(model="tests.app.test_training:unseeded_gpt", compile=True, **options)
 
 
-@pytest.mark.seldom("tests/engine/test_compile.py::test_inductor_agrees_to_a_hundred_thousandth")
+@pytest.mark.again("tests/engine/test_compile.py::test_compiled_losses_equal_uncompiled_ones")
 def test_a_compiled_run_has_the_losses_of_an_uncompiled_one(job, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[2])
     one = World(Group.of(None), torch.device("cpu"))

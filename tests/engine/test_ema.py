@@ -148,7 +148,6 @@ def test_it_is_the_average_of_a_plain_run(world_size, stage):
     run_ranks(world_size, body)
 
 
-@pytest.mark.every(2)
 @each_choice(2)
 def test_the_block_leaves_every_bit_and_the_run_as_it_was(world_size, choices, tmp_path):
     def body(rank):

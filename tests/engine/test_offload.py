@@ -246,7 +246,6 @@ OPTIMIZERS: list[Any] = [
 ]  # fmt: skip
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
 def test_every_elementwise_optimizer_of_torch_steps_from_disk(name, options, tmp_path):
     def optimizer(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

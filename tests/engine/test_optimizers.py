@@ -53,7 +53,6 @@ class Matrices(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_elementwise_optimizers_agree_with_one_process(name):
     job = Job(Model, token_batches(steps=4), next_token_loss, optimizer=ELEMENTWISE[name])

@@ -87,7 +87,6 @@ def tier_of(word: Any, rank: int, folder: Any) -> Any:
     return f"disk:{folder}" if word == "disk" else word
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize(("plan", "last"), PLANS, ids=["two ranks", "three ranks"])
 @pytest.mark.parametrize(("choices", "between"), CASES, ids=str)
 def test_shares_that_change_mid_run_give_the_bits_of_those_from_the_start(

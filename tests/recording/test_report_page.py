@@ -586,7 +586,6 @@ BROWSED = {
 }
 
 
-@pytest.mark.every(3)
 @needs_chromium
 @pytest.mark.parametrize("build", BROWSED.values(), ids=BROWSED)
 def test_a_browser_draws_every_chart_without_a_word_on_its_console(tmp_path, build):
@@ -736,7 +735,6 @@ addEventListener('load', () => {
 });</script></body></html>"""
 
 
-@pytest.mark.every(2)
 @needs_chromium
 @pytest.mark.parametrize("width", [360, 1280])
 def test_nothing_is_cut_off_and_letters_stay_readable(tmp_path, width):
