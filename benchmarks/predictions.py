@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ KINDS = ("plain", "LoRA", "Trainer")
 WORLD, STEPS, NEAR = 2, 20, 0.05
 
 
-def outcome(report: onefold.recording.report.Report) -> dict[str, Any]:
+def outcome(report: onefold.Report) -> dict[str, Any]:
     """Return predicted and measured bytes of all kinds together, and what the report says."""
     return {
         "predicted": report.predicted["all"],
@@ -44,16 +45,16 @@ def outcome(report: onefold.recording.report.Report) -> dict[str, Any]:
     }
 
 
-def in_a_loop(rank: int, name: str, stage: int, has_adapters: bool) -> dict[str, Any]:
+def in_a_loop(rank: int, name: str, stage: int, has_adapters: bool, steps: int) -> onefold.Report:
     """Train in a plain loop."""
     model = seeded(lambda: built(name))
     model = with_adapters(model) if has_adapters else model
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     onefold.shard(model, optimizer, stage=stage)
-    return outcome(trained(model, name, rank, optimizer, steps=STEPS))
+    return trained(model, name, rank, optimizer, steps=steps)
 
 
-def under_trainer(rank: int, name: str, stage: int, folder: str) -> dict[str, Any]:
+def under_trainer(rank: int, name: str, stage: int, folder: str, steps: int) -> onefold.Report:
     """Train with Trainer, which builds its optimizer late and saves as it goes."""
     from onefold.hf import Callback
     from tests.support.trainers import trainer_of
@@ -61,26 +62,33 @@ def under_trainer(rank: int, name: str, stage: int, folder: str) -> dict[str, An
     rows = [{k: v[0] for k, v in batch(name, torch.Generator()).items()} for _ in range(16)]
     trainer = trainer_of(
         Path(folder), Callback(stage=stage), build=lambda: built(name), data=rows,
-        gradient_accumulation_steps=2, save_strategy="steps", save_steps=10,
-        max_steps=STEPS,
+        gradient_accumulation_steps=2, save_strategy="steps", save_steps=steps // 2,
+        max_steps=steps,
     )  # fmt: skip
     trainer.train()
-    return outcome(onefold.report(trainer.model))
+    return onefold.report(trainer.model)
+
+
+def reports(steps: int) -> Iterator[tuple[dict[str, Any], onefold.Report]]:
+    """Run every case for some steps; rank 0's report of each."""
+    for kind in KINDS:
+        for name in MODELS:
+            for stage in (1, 2, 3):
+                case = {"kind": kind, "model": name, "stage": stage}
+                if kind == "Trainer":
+                    with tempfile.TemporaryDirectory() as folder:
+                        yield case, run_forks(WORLD, under_trainer, name, stage, folder, steps)[0]
+                else:
+                    has_adapters = kind == "LoRA"
+                    yield case, run_forks(WORLD, in_a_loop, name, stage, has_adapters, steps)[0]
 
 
 def measured() -> list[dict[str, Any]]:
     """Run every case."""
     rows = []
-    for kind in KINDS:
-        for name in MODELS:
-            for stage in (1, 2, 3):
-                if kind == "Trainer":
-                    with tempfile.TemporaryDirectory() as folder:
-                        found = run_forks(WORLD, under_trainer, name, stage, folder)[0]
-                else:
-                    found = run_forks(WORLD, in_a_loop, name, stage, kind == "LoRA")[0]
-                rows.append({"kind": kind, "model": name, "stage": stage, **found})
-                print(kind, name, stage, found, flush=True)
+    for case, report in reports(STEPS):
+        rows.append({**case, **outcome(report)})
+        print(rows[-1], flush=True)
     return rows
 
 
