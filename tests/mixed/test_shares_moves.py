@@ -17,7 +17,7 @@ from onefold.app.train.memory_table import measure
 from onefold.engine.registry import engine_of
 from onefold.mixed.moving import overlaps
 from tests.axes.test_cut import Model, batches, loss_of
-from tests.support.ranks import run_processes, run_ranks, seeded
+from tests.support.ranks import on_ranks, run_processes, run_ranks, seeded
 
 STEPS = 6
 
@@ -187,38 +187,34 @@ def test_replicas_of_nodes_change_their_shares_together():
         ("even", "fin"),
     ],
 )
-def test_shares_that_mean_nothing_change_nothing(shares, match):
-    def body(rank):
-        module = seeded(Model)
-        onefold.shard(module)
-        for asked in (shares, shares if rank else [3, 1]):
-            with pytest.raises(ConfigError, match=match):
-                onefold.mixed.reshare(module, asked)
-        with pytest.raises(ConfigError, match="shares"):
-            onefold.mixed.reshare(module, [1, 3] if rank else [3, 1])
-        assert onefold.report(module).shares is None
-        loss_of(module, [t.chunk(2)[rank] for t in batches(1)[0]]).backward()
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_shares_that_mean_nothing_change_nothing(rank, shares, match):
+    module = seeded(Model)
+    onefold.shard(module)
+    for asked in (shares, shares if rank else [3, 1]):
+        with pytest.raises(ConfigError, match=match):
+            onefold.mixed.reshare(module, asked)
+    with pytest.raises(ConfigError, match="shares"):
+        onefold.mixed.reshare(module, [1, 3] if rank else [3, 1])
+    assert onefold.report(module).shares is None
+    loss_of(module, [t.chunk(2)[rank] for t in batches(1)[0]]).backward()
 
 
-def test_moves_at_a_wrong_moment_are_refused_by_name():
-    def body(rank):
-        module = seeded(Model)
-        onefold.shard(module)
-        with onefold.unsharded(module), pytest.raises(StateError, match="unsharded"):
-            onefold.mixed.reshare(module, [3, 1])
-        whole = seeded(Model)
-        onefold.shard(whole, stage=0)
-        with pytest.raises(StateError, match="stage 0"):
-            onefold.mixed.reshare(whole, [3, 1])
+@on_ranks(2)
+def test_moves_at_a_wrong_moment_are_refused_by_name(rank):
+    module = seeded(Model)
+    onefold.shard(module)
+    with onefold.unsharded(module), pytest.raises(StateError, match="unsharded"):
         onefold.mixed.reshare(module, [3, 1])
-        onefold.mixed.reshare(module, None)
-        assert onefold.report(module).shares is None
-        for name, wanted in seeded(Model).named_parameters():
-            assert torch.equal(dict(module.named_parameters())[name].full_tensor(), wanted)
-
-    run_ranks(2, body)
+    whole = seeded(Model)
+    onefold.shard(whole, stage=0)
+    with pytest.raises(StateError, match="stage 0"):
+        onefold.mixed.reshare(whole, [3, 1])
+    onefold.mixed.reshare(module, [3, 1])
+    onefold.mixed.reshare(module, None)
+    assert onefold.report(module).shares is None
+    for name, wanted in seeded(Model).named_parameters():
+        assert torch.equal(dict(module.named_parameters())[name].full_tensor(), wanted)
 
 
 def in_process(rank: int) -> None:
