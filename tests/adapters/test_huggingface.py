@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor, nn
 
 import onefold
-from tests.support.ranks import on_ranks, run_ranks, seeded
+from tests.support.ranks import every_rank, run_ranks, seeded
 from tests.support.zoo import ROWS, Process, Script, adamw, law_1, run_plain, run_sharded
 
 VOCABULARY, LENGTH = 40, 6
@@ -251,7 +251,7 @@ def test_low_rank_adapters_on_a_frozen_model_train(stage):
     law_1(2, training(build), stages=(stage,), fine_units=stage == 3, relative=2e-6)
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_a_model_saves_and_loads_through_its_own_format(rank, tmp_path):
     """From whole weights, which `unsharded` shows."""
     module = seeded(gpt2)

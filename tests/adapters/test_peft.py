@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 import onefold
 from onefold.layout.rows import ALIGN_NUMEL, PIECE_NUMEL, round_up
 from tests.support.hf_ranks import run_forks
-from tests.support.ranks import on_ranks, run_ranks, seeded
+from tests.support.ranks import every_rank, run_ranks, seeded
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -610,7 +610,7 @@ def test_embeddings_are_saved_whole_or_named(tmp_path):
 # the mesh
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_the_axis_of_shards_has_the_name_that_peft_takes_for_whole_features(rank):
     """`peft.tuners.tuners_utils._get_in_out_features` reads it: another name means local rows."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
@@ -639,7 +639,7 @@ def test_adapters_that_differ_between_ranks_are_named_on_every_rank():
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
-@on_ranks(2)
+@every_rank(2)
 def test_an_optimizer_built_before_the_adapters_is_named(rank, order):
     model = seeded(llama)
     optimizer = torch.optim.AdamW(model.parameters())

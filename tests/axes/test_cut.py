@@ -21,7 +21,7 @@ from onefold.compose.parts import Choices
 from onefold.engine.registry import engine_of
 from onefold.layout.cut import cut_of
 from tests.support.planned import is_equal
-from tests.support.ranks import on_ranks, run_processes, run_ranks, seeded
+from tests.support.ranks import every_rank, run_processes, run_ranks, seeded
 from tests.support.training import Job, assert_close, assert_same_bits, run_job, train_plain
 
 NUM_EXPERTS, HIDDEN, WIDTH, NUM_CLASSES = 8, 48, 24, 7
@@ -440,7 +440,7 @@ def test_clipping_by_any_norm_works_beside_a_rank_that_holds_nothing(norm_type):
             torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-9)
 
 
-@on_ranks(3)
+@every_rank(3)
 def test_a_mesh_of_unequal_shares_is_not_taken_for_an_even_one(rank):
     even, _ = sharded()
     uneven, _ = sharded((1, 0, 2))
@@ -515,7 +515,7 @@ def test_nodes_that_are_replicas_balance_stacked_experts():
             torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-5, msg=name)
 
 
-@on_ranks(6)
+@every_rank(6)
 def test_two_hops_and_tiles_keep_rows(rank):
     hops, _ = sharded(mesh=init_device_mesh("cpu", (2, 3)), wire="zero++")
     assert faces_of(hops)["experts.up"].placements == (Shard(0),)

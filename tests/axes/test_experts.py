@@ -22,7 +22,7 @@ from onefold.layout.cut import MAX_IMBALANCE, cut_of
 from onefold.wire import transport
 from tests.support import experts
 from tests.support.experts import Axis
-from tests.support.ranks import on_ranks, run_ranks, seeded
+from tests.support.ranks import every_rank, run_ranks, seeded
 
 MESHES = [(2, 2), (1, 2), (1, 4), (3, 1), (1, 3), (2, 1)]
 
@@ -128,7 +128,7 @@ def test_more_rows_than_a_module_has_parameters_are_no_stack():
     assert unstack(source, {"experts.0.weight"}) is source
 
 
-@on_ranks(1)
+@every_rank(1)
 def test_states_that_do_not_belong_to_one_expert_are_not_cut(rank, tmp_path):
     def start(is_stacked):
         model = experts.build(is_listed=True)

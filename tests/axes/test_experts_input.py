@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import onefold
 from tests.support import experts
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import every_rank, run_ranks
 
 
 def refusals(units: Any, world_size: int = 4, main: Any = None, prepare: Any = None) -> list[str]:
@@ -135,7 +135,7 @@ def test_a_parameter_that_is_tied_to_one_outside_of_its_mesh_is_named():
         assert "parameter 'blocks.0.norm.other' in one unit" in told
 
 
-@on_ranks(4)
+@every_rank(4)
 def test_experts_that_cannot_be_spread_are_refused(rank):
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("expert",))
     with pytest.raises(onefold.ConfigError, match="an expert for each rank"):
@@ -209,7 +209,7 @@ def test_listed_experts_that_differ_in_more_than_values_are_refused_by_name(chan
         onefold.experts.ExpertParallel(listed, None)
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_a_parameter_that_joins_experts_after_shard_is_refused(rank):
     axis = experts.Axis(1, 2)
     model, _ = experts.sharded(axis)

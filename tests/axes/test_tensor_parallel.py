@@ -30,7 +30,7 @@ from onefold.engine.pipelined import Pipeline
 from onefold.engine.registry import engine_of
 from onefold.wire.collectives import Group
 from tests.support.models import VOCAB, Model
-from tests.support.ranks import on_ranks, run_ranks, seeded
+from tests.support.ranks import every_rank, run_ranks, seeded
 
 ROWS, LENGTH = 2, 12  # of one data rank
 Named = dict[str, Tensor]
@@ -310,7 +310,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all():
 # the face
 
 
-@on_ranks(4)
+@every_rank(4)
 def test_faces_have_the_global_shape_and_edits_reach_the_shards(rank, tmp_path):
     run = Run(2, 2)
     model, wanted = run.model, weights_of(made())

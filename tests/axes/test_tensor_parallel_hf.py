@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import onefold
 from onefold.compose.cut_axes import HOOKED
 from tests.axes.test_tensor_parallel import check_close, grads_of, weights_of
-from tests.support.ranks import on_ranks, run_ranks, seeded
+from tests.support.ranks import every_rank, run_ranks, seeded
 
 pytest.importorskip("transformers")
 
@@ -93,7 +93,7 @@ def test_a_model_that_transformers_has_cut_trains_as_in_one_process(kind):
             assert (evaluated - logits).abs().max() < 1e-10
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_transformers_still_marks_the_modules_of_its_plans(rank):
     """`compose/cut_axes.py` accepts plain parameters only on such a model.
 

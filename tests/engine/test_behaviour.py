@@ -19,7 +19,7 @@ from onefold.engine import blocks
 from onefold.engine.behaviour import behaviour_of
 from onefold.engine.registry import engine_of
 from onefold.errors import ConfigError
-from tests.support.ranks import on_ranks, run_ranks, seeded
+from tests.support.ranks import every_rank, run_ranks, seeded
 from tests.support.zoo import whole
 
 
@@ -420,7 +420,7 @@ def test_at_stage_0_every_rank_steps_all_parameters_as_plain_torch_does(make, wo
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("make", [lbfgs, *COUPLED, Langevin])
-@on_ranks(3)
+@every_rank(3)
 def test_where_ranks_step_different_parameters_it_is_refused_before_anything_changes(
     rank, make, stage
 ):
@@ -434,7 +434,7 @@ def test_where_ranks_step_different_parameters_it_is_refused_before_anything_cha
     onefold.shard(module, optimizer, stage=0)  # as the hint says
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_it_is_refused_at_its_first_step_where_it_was_built_after_shard(rank):
     module = onefold.shard(seeded(build), stage=3)
     optimizer = Clipped(module.parameters())
@@ -587,7 +587,7 @@ def test_sums_cost_a_few_bytes_a_step_and_states_are_cut_as_those_of_adam(make):
 
 @pytest.mark.parametrize("make", SUMS)
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (3, 1), (3, 3)])
-@on_ranks()
+@every_rank()
 def test_states_of_a_class_coupled_by_sums_are_predicted(rank, make, world_size, stage):
     module = seeded(lambda: nn.Sequential(nn.Linear(300, 240), nn.Linear(240, 300)))
     optimizer = make(module.parameters())
@@ -600,7 +600,7 @@ def test_states_of_a_class_coupled_by_sums_are_predicted(rank, make, world_size,
     assert report.nbytes("optimizer") == pytest.approx(wanted, rel=0.01)
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_a_report_counts_the_lists_of_lbfgs(rank):
     module = seeded(build)
     optimizer = lbfgs(module.parameters())
@@ -623,7 +623,7 @@ def rows_of(module):
     return [unit.stepped for unit in engine_of(module).units]
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_a_parameter_without_dimensions_would_be_summed_on_every_rank_and_is_refused(rank):
     module = seeded(build)
     module.scale = nn.Parameter(torch.ones(()))
@@ -727,7 +727,7 @@ def test_narrow_weights_are_swapped_in_their_masters_and_come_back(make, world_s
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_whole_parameters_that_a_class_swaps_for_evaluation_are_refused_above_stage_0(rank):
     module = seeded(build)
     with pytest.raises(onefold.ConfigError, match=r"MatrixAverage[^$]*eval\(\)"):
@@ -832,7 +832,7 @@ class Curved(Optimizer):
 
 
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (3, 1)])
-@on_ranks()
+@every_rank()
 def test_a_class_that_differentiates_gradients_is_refused_by_name(rank, world_size, stage):
     module = seeded(build)
     with pytest.raises(onefold.ConfigError, match="Curved, which differentiates gradients"):
@@ -850,7 +850,7 @@ class Elsewhere(OfModel):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-@on_ranks(2)
+@every_rank(2)
 def test_a_closure_evaluated_at_other_weights_is_an_error_where_no_probe_has_seen_it(rank, stage):
     module = seeded(build)
     optimizer = Elsewhere(module, named={})
@@ -864,7 +864,7 @@ def test_a_closure_evaluated_at_other_weights_is_an_error_where_no_probe_has_see
 
 
 @pytest.mark.parametrize("make", [Counting, Clipped, DAdapted, Decayed, Seeded])
-@on_ranks(2)
+@every_rank(2)
 def test_states_that_cannot_be_stepped_in_blocks_are_refused_before_anything_changes(rank, make):
     module = seeded(build)
     optimizer = make(module.parameters())
@@ -1037,7 +1037,7 @@ def test_a_probe_leaves_the_optimizer_and_the_generator_as_they_are_and_runs_onc
 
 @pytest.mark.parametrize("make", [Dealing, ListDealing, OfModelDealing])
 @pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(3)
+@every_rank(3)
 def test_an_optimizer_that_sends_messages_is_refused_where_ranks_step_different_rows(
     rank, stage, make
 ):
@@ -1108,7 +1108,7 @@ def test_a_probe_without_memory_tells_nothing_of_the_class():
         onefold.shard(module, Hungry(module.parameters()))
 
 
-@on_ranks(3)
+@every_rank(3)
 def test_a_probe_without_memory_on_one_rank_is_an_error_on_all(rank):
     class Hungry(torch.optim.SGD):
         def step(self, closure=None):

@@ -29,7 +29,7 @@ from onefold.planner.trace import tokens_of, trace
 from onefold.wire.collectives import Group
 from onefold.wire.world import World
 from tests.support.models import VOCAB, WIDTH, Block, Model, next_token_loss, token_batches
-from tests.support.ranks import on_ranks, run_ranks, seeded
+from tests.support.ranks import every_rank, run_ranks, seeded
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
@@ -325,7 +325,7 @@ def test_a_compiled_training_step_ends_its_graphs_at_the_engine(stage):
     assert run_ranks(2, whole_step, torch.compile(backend="eager"), stage) == wanted
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_public_functions_take_the_compiled_module(rank, tmp_path):
     module = seeded(Model)
     compiled = torch.compile(module, backend="eager")
@@ -365,7 +365,7 @@ def test_a_plan_sees_the_module_behind_its_compiled_form():
         assert [unit.name for unit in found.units] == [unit.name for unit in wanted.units]
 
 
-@on_ranks(1)
+@every_rank(1)
 def test_graphs_do_not_keep_a_deleted_module(rank):
     module = seeded(Model)
     onefold.shard(module, stage=3)

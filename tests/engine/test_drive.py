@@ -17,7 +17,7 @@ from onefold.engine.registry import engine_of
 from onefold.engine.run_facts import Course, RunFacts
 from onefold.engine.schedule import Schedule
 from onefold.planner.replay import Replay, plain_events
-from tests.support.ranks import on_ranks, seeded
+from tests.support.ranks import every_rank, seeded
 
 NUM_UNITS = 4
 
@@ -72,7 +72,7 @@ def test_a_plan_drives_a_stage_by_the_values_of_the_pipelines_driver(window, def
     assert planned.seen == run.seen
 
 
-@on_ranks(3)
+@every_rank(3)
 def test_a_driver_that_ends_takes_back_its_own_choices_alone(rank):
     """Training ends `generating`; a block of `accumulate` around it does not bring that back."""
     module = onefold.shard(seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))))
@@ -103,7 +103,7 @@ def test_a_run_under_several_shares_predicts_the_highest_peaks_of_all():
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(3)
+@every_rank(3)
 def test_a_step_that_fails_leaves_the_next_one_to_its_own_caller(rank, stage):
     """`accumulate` around a pipeline's step that fails says nothing about the step after it."""
     module = onefold.shard(seeded(lambda: nn.Linear(4, 4)), stage=stage)

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import onefold
 from onefold.engine.registry import engine_of
 from tests.support.models import Model, next_token_loss, token_batches
-from tests.support.ranks import on_ranks, run_ranks, seeded
+from tests.support.ranks import every_rank, run_ranks, seeded
 
 DECAY = 0.9
 
@@ -99,7 +99,7 @@ def bits(module):
 
 
 @each_choice(0)
-@on_ranks()
+@every_rank()
 def test_it_averages_what_the_optimizer_steps_as_torch_does(rank, world_size, choices, tmp_path):
     module, optimizer = ready(choices, tmp_path)
     average = onefold.ema(module, decay=DECAY)
@@ -147,7 +147,7 @@ def test_it_is_the_average_of_a_plain_run(world_size, stage):
 
 
 @each_choice(2)
-@on_ranks()
+@every_rank()
 def test_the_block_leaves_every_bit_and_the_run_as_it_was(rank, world_size, choices, tmp_path):
     losses = []
     for is_averaged in (False, True):
@@ -173,7 +173,7 @@ def test_the_block_leaves_every_bit_and_the_run_as_it_was(rank, world_size, choi
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-@on_ranks(2)
+@every_rank(2)
 def test_an_exception_in_the_block_brings_the_weights_back(rank, stage):
     module, optimizer = ready({"stage": stage, "dtype": torch.bfloat16})
     average = onefold.ema(module, decay=DECAY)
@@ -260,7 +260,7 @@ def test_save_and_load_keep_it_over_uneven_shares(saving, tmp_path):
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_extra_holds_no_shards_as_they_would_not_reshard(rank, tmp_path):
     module, average = averaged()
     with pytest.raises(onefold.CheckpointError, match=r"averages of onefold\.ema"):
@@ -305,7 +305,7 @@ def test_load_warns_of_an_average_that_no_ema_of_the_module_takes(tmp_path):
     assert average.num_updates == 3
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_the_average_alone_is_saved_in_the_block_and_a_new_one_begins_with_it(rank, tmp_path):
     module, average = averaged()
     with average.applied():
@@ -319,7 +319,7 @@ def test_the_average_alone_is_saved_in_the_block_and_a_new_one_begins_with_it(ra
         assert torch.equal(value, plain[name])
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_a_report_has_its_bytes(rank):
     module, optimizer = ready({"stage": 3})
     average = onefold.ema(module)
@@ -330,7 +330,7 @@ def test_a_report_has_its_bytes(rank):
     assert "ema" not in report.differing()
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_wrong_calls_are_refused(rank):
     module, optimizer = ready({"stage": 3})
     with pytest.raises(onefold.StateError, match="hint: "):

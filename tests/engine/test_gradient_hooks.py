@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import onefold
 from onefold.config import Offload
-from tests.support.ranks import on_ranks, run_ranks, seeded
+from tests.support.ranks import every_rank, run_ranks, seeded
 from tests.support.zoo import whole
 
 
@@ -222,7 +222,7 @@ def test_hooks_step_for_each_micro_batch_that_is_reduced(world_size, stage, is_e
 
 
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (3, 3)])
-@on_ranks()
+@every_rank()
 def test_a_hook_that_steps_parameters_whose_gradients_come_later_is_refused(
     rank, world_size, stage
 ):
@@ -254,7 +254,7 @@ def test_a_hook_may_step_all_parameters_once_their_gradients_are_there(world_siz
     compare(register, world_size, stage=stage)
 
 
-@on_ranks(3)
+@every_rank(3)
 def test_a_step_inside_a_backward_is_refused_by_name(rank):
     """It ended the backward without a word: gradients that were to come were dropped."""
     module = onefold.shard(seeded(pair))
@@ -296,7 +296,7 @@ def test_hooks_edit_gradients_that_backward_steps_but_step_none(steps):
         torch.testing.assert_close(got, wanted)
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_an_error_in_a_hook_leaves_all_gradients(rank):
     module = onefold.shard(seeded(pair))
     hooked(trained(module), lambda _: 1 / 0)

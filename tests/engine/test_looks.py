@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 import onefold
 from onefold.engine.behaviour import behaviour_of
 from onefold.engine.registry import owner_of
-from tests.support.ranks import on_ranks, run_ranks, seeded
+from tests.support.ranks import every_rank, run_ranks, seeded
 from tests.support.zoo import whole
 
 RATES = {"0.weight": 0.1, "0.bias": 2.0, "2.weight": 0.5, "2.bias": 2.0}
@@ -185,7 +185,7 @@ def test_attributes_may_change_between_steps(make, choices, world_size):
     assert_as_plain(make, world_size, stage=3, changes=True, **choices)
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_parameters_with_equal_attributes_are_stepped_in_one_call(rank):
     module = seeded(build)
     for p in module.parameters():
@@ -206,7 +206,7 @@ def test_one_that_finds_by_identity_is_not_offloaded_and_refused_by_name(make):
         onefold.shard(module, of_groups(make, module), stage=3, offload="cpu")
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_tables_show_users_the_sharded_parameters_between_steps(rank):
     module = seeded(build)
     optimizer = of_groups(ByParameter, module)
@@ -227,7 +227,7 @@ def test_the_methods_of_a_shard_are_no_attributes_of_the_user(stage):
         assert {"scale", "is_scaled"} == parameter.attributes.keys()
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_attributes_are_those_of_the_parameter_in_all_its_forms(rank):
     class Reading(nn.Linear):
         def forward(self, x):
@@ -254,7 +254,7 @@ def test_an_attribute_that_chooses_whole_matrices_is_probed_with_its_value():
     assert behaviour_of(Choosing(module.parameters())).kind == "parameter"
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_an_attribute_that_comes_later_and_needs_whole_matrices_is_an_error_by_name(rank):
     module = seeded(build)
     optimizer = Choosing(module.parameters())

@@ -29,7 +29,7 @@ from onefold.tier.disk import DiskStore, SwapFile
 from onefold.tier.store import GRAIN_NUMEL
 from tests.support.free_memory import has_free
 from tests.support.older_torch import offloads_adagrad
-from tests.support.ranks import on_ranks, run_processes, run_ranks, seeded
+from tests.support.ranks import every_rank, run_processes, run_ranks, seeded
 
 WIDTH = 96
 
@@ -409,7 +409,7 @@ def early(path: Path) -> Offload:
     return Offload("disk", "disk", disk=path, step_in_backward=True)
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_a_backward_that_failed_after_it_stepped_a_unit_is_not_saved(rank, tmp_path):
     def fail(grad):
         raise ZeroDivisionError
@@ -423,7 +423,7 @@ def test_a_backward_that_failed_after_it_stepped_a_unit_is_not_saved(rank, tmp_p
         onefold.save(tmp_path / "half", module, optimizer)
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_a_gradient_that_was_stepped_by_in_backward_is_an_error_to_read(rank, tmp_path):
     module, optimizer = build(early(tmp_path))
     loss_of(module, batches(1)[0].chunk(2)[rank]).backward()
@@ -437,7 +437,7 @@ def test_a_gradient_that_was_stepped_by_in_backward_is_an_error_to_read(rank, tm
     train(module, optimizer, batches(1))
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_a_second_backward_after_units_were_stepped_is_refused(rank, tmp_path):
     module, _ = build(early(tmp_path))
     loss_of(module, batches(1)[0].chunk(2)[rank]).backward()
@@ -445,7 +445,7 @@ def test_a_second_backward_after_units_were_stepped_is_refused(rank, tmp_path):
         loss_of(module, batches(1)[0].chunk(2)[rank]).backward()
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_a_backward_that_fails_half_way_leaves_a_module_that_must_be_loaded(rank, tmp_path):
     class Fails(torch.autograd.Function):
         @staticmethod
@@ -541,7 +541,7 @@ def test_two_optimizers_with_one_name_for_a_state_of_one_weight_are_refused(slow
 
 
 @pytest.mark.parametrize("way", ["backwards", "closures", "save"])
-@on_ranks(2)
+@every_rank(2)
 def test_one_of_two_optimizers_cannot_step_what_backward_has_stepped_for_both(rank, way, tmp_path):
     module = seeded(Tower)
     weights = [p for p in module.parameters() if p.dim() > 1]
@@ -642,7 +642,7 @@ def test_a_step_that_is_cut_short_by_any_error_stays_an_error(error, tmp_path, m
 # bytes
 
 
-@on_ranks(3)
+@every_rank(3)
 def test_bytes_rest_in_their_tier_and_are_counted_there(rank, tmp_path):
     module, optimizer = build(f"disk:{tmp_path}", dtype=torch.bfloat16)
     train(module, optimizer, batches(2))
@@ -657,7 +657,7 @@ def test_bytes_rest_in_their_tier_and_are_counted_there(rank, tmp_path):
                for tier, usage in memory[kind].items() if tier != "disk")  # fmt: skip
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_a_step_moves_twelve_bytes_each_way_and_a_gather_four(rank, tmp_path):
     module = seeded(lambda: nn.Sequential(*(nn.Linear(128, 256, bias=False) if i % 2 == 0 else
                                             nn.Linear(256, 128, bias=False)
@@ -764,7 +764,7 @@ def test_files_are_unlinked_from_the_start(tmp_path):
     assert run_ranks(2, body) == [[], []]
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_all_room_on_disk_is_taken_before_the_first_step(rank, tmp_path):
     module, optimizer = build(f"disk:{tmp_path}")
     files = engine_of(module).context.tiers.weight.files
@@ -824,7 +824,7 @@ def test_state_on_disk_is_loaded_by_any_number_of_ranks(there, here, tmp_path):
         wanted.assert_same(got)
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_loading_reads_moments_to_where_they_rest(rank, tmp_path):
     module, optimizer = build(f"disk:{tmp_path}")
     train(module, optimizer, batches(2))
@@ -1060,7 +1060,7 @@ def test_steps_in_backward_want_states_off_the_device():
         build(Offload(step_in_backward=True))
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_an_optimizer_of_whole_matrices_is_refused_with_what_would_work(rank, tmp_path):
     with pytest.raises(ConfigError, match="Adafactor"):
         build("optimizer", optimizer=lambda groups: torch.optim.Adafactor(

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 import onefold
 from onefold.engine.flat_groups import with_numbers_on
 from onefold.engine.optimizer_state import _warn_of_keepers
-from tests.support.ranks import on_ranks, run_processes, run_ranks, seeded
+from tests.support.ranks import every_rank, run_processes, run_ranks, seeded
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.save of a sharded module", "ignore:this optimizer's state dict holds"
@@ -344,7 +344,7 @@ class TwoDtypes(nn.Module):
         return x * self.one * self.two
 
 
-@on_ranks(3)
+@every_rank(3)
 def test_loaded_states_of_ranks_without_rows_have_the_dtype_of_their_parameter(rank, tmp_path):
     module = TwoDtypes()
     optimizer = ADAMW(module.parameters(), foreach=False)
@@ -408,7 +408,7 @@ class Scaled(nn.Module):
 
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("loads", ["onefold.load", "load_state_dict"])
-@on_ranks()
+@every_rank()
 def test_loaded_moments_of_a_narrow_number_are_as_wide_as_those_of_rows(
     rank, world_size, loads, tmp_path
 ):
@@ -534,7 +534,7 @@ def test_whole_matrix_states_load_into_a_step_of_another_dtype(tmp_path, first, 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("make", MATRICES, ids=["Muon", "Adafactor"])
-@on_ranks()
+@every_rank()
 def test_states_that_torch_narrows_to_the_dtype_of_parameters_are_stepped_in_fp32(
     rank, make, world_size
 ):

@@ -16,7 +16,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimize
 import onefold
 from onefold.errors import ConfigError
 from tests.support.models import Model, next_token_loss, token_batches
-from tests.support.ranks import on_ranks, run_ranks, seeded
+from tests.support.ranks import every_rank, run_ranks, seeded
 from tests.support.training import Job, assert_close, assert_same_bits, cut, run_job, train_plain
 from tests.support.zoo import whole
 
@@ -234,7 +234,7 @@ def test_one_fused_call_steps_each_unit_and_group(monkeypatch):
     assert sorted(map(len, calls)) == [4, 4, 5, 5]  # ... of one tensor a unit that has the group
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_schedulers_hooks_and_groups_keep_working(rank):
     module = seeded(Model)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1.0)
@@ -263,7 +263,7 @@ def test_schedulers_hooks_and_groups_keep_working(rank):
     assert optimizer.state[face]["exp_avg"].shape == face.shape
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_a_closure_is_called_once_and_its_loss_returned(rank):
     module = seeded(Model)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -309,7 +309,7 @@ def test_an_optimizer_that_has_stepped_is_recut_and_goes_on(stage, world_size):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-@on_ranks(2)
+@every_rank(2)
 def test_a_loaded_optimizer_state_is_used(rank, stage):
     batches = token_batches(steps=4)
 
@@ -339,7 +339,7 @@ def test_a_loaded_optimizer_state_is_used(rank, stage):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2)
+@every_rank(2)
 def test_a_step_that_raises_leaves_faces_in_the_groups(rank, stage):
     module = seeded(Model)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -356,7 +356,7 @@ def test_a_step_that_raises_leaves_faces_in_the_groups(rank, stage):
     assert optimizer.param_groups[0]["params"][0] is module.embed.weight
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_lbfgs_is_refused_where_its_parameters_are_spread(rank):
     module = seeded(Model)
     with pytest.raises(onefold.ConfigError, match="LBFGS"):
@@ -527,7 +527,7 @@ def test_groups_whose_order_differs_on_each_rank_are_stepped_as_in_plain_torch(
         assert is_built_later or order == ranks[0][1]
 
 
-@on_ranks(3)
+@every_rank(3)
 def test_groups_of_other_parameters_on_one_rank_are_refused_by_name(rank):
     without = ("layers.1.weight",) if rank == 1 else ()
     with pytest.raises(ConfigError, match=r"group 0[^$]*'layers.1.weight' on rank 0 alone"):

@@ -26,7 +26,7 @@ from onefold.recipe import Recipe
 from onefold.tier.step_device import NUM_STREAMS, DeviceStep
 from onefold.wire.collectives import Group
 from tests.engine.test_offload import batches, build, same_as_on_device, small_blocks, train
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import every_rank, run_ranks
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 STREAMED = Offload(optimizer="cpu", step="device")
@@ -56,7 +56,7 @@ def test_other_elementwise_optimizers_are_streamed_too(optimizer):
     same_as_on_device(2, STREAMED, optimizer=lambda groups: optimizer(groups, lr=1e-2))
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_a_run_goes_on_streamed_where_the_cpu_left_off(rank, tmp_path):
     module, optimizer = build("optimizer")
     train(module, optimizer, batches(2))
@@ -69,7 +69,7 @@ def test_a_run_goes_on_streamed_where_the_cpu_left_off(rank, tmp_path):
 
 
 @pytest.mark.parametrize("depth", [3, 9])
-@on_ranks(2)
+@every_rank(2)
 def test_what_is_streamed_takes_a_few_slots_whatever_the_size_of_the_model(rank, depth):
     module, optimizer = build(STREAMED, depth=depth)
     train(module, optimizer, batches(3))

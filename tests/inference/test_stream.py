@@ -25,7 +25,7 @@ from onefold.layout.ledger import Kind
 from onefold.recipe import Member, Recipe, UnitRecipe
 from onefold.tier import disk
 from tests.support.models import Model, next_token_loss, token_batches
-from tests.support.ranks import on_ranks, run_ranks, seeded
+from tests.support.ranks import every_rank, run_ranks, seeded
 
 BLOCKS = 6
 BLOCK_NBYTES = 4 * 1280  # of a block's unsharded weights, gaps between parameters included
@@ -66,7 +66,7 @@ def stays(module: nn.Module) -> list[bool]:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-@on_ranks()
+@every_rank()
 def test_outputs_are_bitwise_those_of_the_resident_module(rank, world_size, share, tied, tmp_path):
     resident, module = plain(tied), plain(tied)
     streamed(module, share, f"disk:{tmp_path}")
@@ -78,7 +78,7 @@ def test_outputs_are_bitwise_those_of_the_resident_module(rank, world_size, shar
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("offload", ["cpu", None])
-@on_ranks()
+@every_rank()
 def test_weights_that_rest_in_memory_stream_as_well(rank, offload, world_size):
     resident, module = plain(), plain()
     onefold.stream(module, offload=offload, budget=2 * nbytes_of(module))
@@ -88,7 +88,7 @@ def test_weights_that_rest_in_memory_stream_as_well(rank, offload, world_size):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@on_ranks()
+@every_rank()
 def test_weights_that_a_forward_reads_one_by_one_are_those_of_the_resident_module(rank, world_size):
     """A read that changed what modules show would bring a tied weight twice."""
 
@@ -214,7 +214,7 @@ def test_a_slow_disk_of_one_rank_delays_all_and_changes_nothing(tmp_path, monkey
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@on_ranks()
+@every_rank()
 def test_parts_have_hooks_only_while_weights_have_yet_to_come(rank, world_size, tmp_path):
     resident, module = plain(), plain()
     streamed(module, 1.0, f"disk:{tmp_path}")

@@ -1611,7 +1611,7 @@ def a_custom_function_given_another_modules_weight_by_full_tensor_trains(tied):
     return From(forward, inner=inner, scale=first, other=first if tied else scale())
 
 
-@pytest.mark.parametrize(("clause", "on"), [*clauses.on_ranks()])
+@pytest.mark.parametrize(("clause", "on"), [*clauses.cases()])
 def test_any_module(clause, on):
     clause.check(on)
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import onefold
 from onefold.config import precision_of
-from tests.support.ranks import on_ranks, run_ranks, seeded
+from tests.support.ranks import every_rank, run_ranks, seeded
 from tests.support.zoo import (
     WIDTH,
     Process,
@@ -71,7 +71,7 @@ MEANINGLESS = {
 
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("argument", MEANINGLESS)
-@on_ranks()
+@every_rank()
 def test_an_argument_that_means_nothing_is_refused(rank, world_size, argument):
     module = Tower()
     for value in MEANINGLESS[argument]:
@@ -106,20 +106,20 @@ def test_a_precision_of_something_that_is_no_float_dtype_is_refused(field):
             onefold.Precision(**{field: dtype})
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_an_unknown_keyword_is_refused_by_name(rank):
     with pytest.raises((TypeError, onefold.ConfigError), match="stagee"):
         onefold.shard(Tower(), stagee=3)
 
 
 @pytest.mark.parametrize("thing", [None, "model", [nn.Linear(2, 2)], torch.ones(2)])
-@on_ranks(2)
+@every_rank(2)
 def test_something_that_is_no_module_is_refused(rank, thing):
     with refused(onefold.ConfigError, "Module", type(thing).__name__):
         onefold.shard(thing)
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_units_that_are_not_of_the_module_are_refused(rank):
     module = Tower()
     with refused(onefold.ConfigError, "units", "Linear"):
@@ -133,7 +133,7 @@ def test_units_that_are_not_of_the_module_are_refused(rank):
 
 @every_stage
 @pytest.mark.parametrize("world_size", [1, 3])
-@on_ranks()
+@every_rank()
 def test_an_optimizer_of_another_module_is_refused(rank, world_size, stage):
     module, other = Tower(), Tower()
     with refused(onefold.ConfigError, "AdamW", "parameters"):
@@ -143,7 +143,7 @@ def test_an_optimizer_of_another_module_is_refused(rank, world_size, stage):
 
 
 @every_stage
-@on_ranks(2)
+@every_rank(2)
 def test_an_optimizer_of_this_and_an_unsharded_module_steps_both(rank, stage):
     """Not all of an optimizer's parameters need to be sharded."""
     module, other = seeded(Tower), seeded(lambda: nn.Linear(3, 1))
@@ -185,7 +185,7 @@ def test_an_optimizer_that_has_stepped_goes_on_as_if_never_stopped(world_size, o
 
 
 @sharded_stages
-@on_ranks(1)
+@every_rank(1)
 def test_states_that_a_constructor_made_on_meta_are_refused(rank, stage):
     """torch's Adagrad fills its sums while it is built: on `meta` the number is lost."""
 
@@ -216,7 +216,7 @@ def test_states_that_a_constructor_made_on_meta_are_refused(rank, stage):
 
 
 @sharded_stages
-@on_ranks(2)
+@every_rank(2)
 def test_an_optimizer_whose_state_cannot_be_cut_is_refused(rank, stage):
     module = seeded(Tower)
     optimizer = torch.optim.AdamW(module.parameters())
@@ -228,7 +228,7 @@ def test_an_optimizer_whose_state_cannot_be_cut_is_refused(rank, stage):
         trains(module, optimizer)
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_state_that_cannot_be_cut_is_refused_before_anything_is_changed(rank):
     module = seeded(Tower)
     optimizer = torch.optim.AdamW(module.parameters())
@@ -244,7 +244,7 @@ def test_state_that_cannot_be_cut_is_refused_before_anything_is_changed(rank):
 
 
 @sharded_stages
-@on_ranks(2)
+@every_rank(2)
 def test_an_optimizer_that_searches_over_all_parameters_at_once_is_refused(rank, stage):
     module = Tower()
     with refused(onefold.ConfigError, "LBFGS"):
@@ -253,7 +253,7 @@ def test_an_optimizer_that_searches_over_all_parameters_at_once_is_refused(rank,
 
 
 @every_stage
-@on_ranks(2)
+@every_rank(2)
 def test_an_optimizer_built_on_the_parameters_before_but_not_given_is_an_error(rank, stage):
     """It would step tensors that no module has any more."""
     module = Tower()
@@ -272,7 +272,7 @@ def test_an_optimizer_built_on_the_parameters_before_but_not_given_is_an_error(r
 
 @every_stage
 @pytest.mark.parametrize("world_size", [1, 3])
-@on_ranks()
+@every_rank()
 def test_a_second_shard_is_refused(rank, world_size, stage):
     module = Tower()
     optimizer = adamw(module)
@@ -284,7 +284,7 @@ def test_a_second_shard_is_refused(rank, world_size, stage):
 
 @every_stage
 @pytest.mark.parametrize("world_size", [1, 2])
-@on_ranks()
+@every_rank()
 def test_a_part_of_a_sharded_module_is_refused(rank, world_size, stage):
     module = Tower()
     onefold.shard(module, stage=stage)
@@ -296,7 +296,7 @@ def test_a_part_of_a_sharded_module_is_refused(rank, world_size, stage):
 
 @every_stage
 @pytest.mark.parametrize("world_size", [1, 2])
-@on_ranks()
+@every_rank()
 def test_a_module_around_a_sharded_one_is_refused(rank, world_size, stage):
     inner = Tower()
     onefold.shard(inner, stage=stage)
@@ -307,7 +307,7 @@ def test_a_module_around_a_sharded_one_is_refused(rank, world_size, stage):
 
 @every_stage
 @pytest.mark.parametrize("world_size", [1, 2])
-@on_ranks()
+@every_rank()
 def test_parameters_shared_with_another_sharded_module_are_refused(rank, world_size, stage):
     one, two = seeded(Tower), seeded(Tower)
     two.blocks[1].up = one.blocks[1].up
@@ -318,7 +318,7 @@ def test_parameters_shared_with_another_sharded_module_are_refused(rank, world_s
 
 
 @every_stage
-@on_ranks(2)
+@every_rank(2)
 def test_a_parameter_object_shared_before_either_was_sharded_is_refused(rank, stage):
     one, two = seeded(Tower), seeded(Tower)
     two.last.weight = one.last.weight
@@ -329,7 +329,7 @@ def test_a_parameter_object_shared_before_either_was_sharded_is_refused(rank, st
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-@on_ranks(2)
+@every_rank(2)
 def test_a_module_is_free_again_when_the_sharded_one_is_gone(rank, stage):
     module = Tower()
     onefold.shard(module, stage=stage)
@@ -345,7 +345,7 @@ def test_a_module_is_free_again_when_the_sharded_one_is_gone(rank, stage):
 # meshes
 
 
-@on_ranks(3)
+@every_rank(3)
 def test_a_mesh_without_this_rank_is_refused_on_that_rank(rank):
     group = dist.new_group([0, 1])
     module = Tower()
@@ -358,7 +358,7 @@ def test_a_mesh_without_this_rank_is_refused_on_that_rank(rank):
         trains(module)
 
 
-@on_ranks(4)
+@every_rank(4)
 def test_a_mesh_of_three_axes_is_refused_with_a_way_out(rank):
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("outer", "inner", "tensor"))
     module = Tower()
@@ -368,14 +368,14 @@ def test_a_mesh_of_three_axes_is_refused_with_a_way_out(rank):
     trains(module)
 
 
-@on_ranks(4)
+@every_rank(4)
 def test_a_mesh_whose_ranks_do_not_ascend_is_refused(rank):
     mesh = DeviceMesh("cpu", [[0, 2], [1, 3]])
     with refused(onefold.ConfigError, "ascend"):
         onefold.shard(Tower(), mesh=mesh)
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_parameters_on_several_devices_are_refused(rank):
     module = Tower()
     module.last = nn.Linear(WIDTH, 3, device="meta")
@@ -384,14 +384,14 @@ def test_parameters_on_several_devices_are_refused(rank):
     trains(module)
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_a_parameter_without_a_shape_yet_is_refused_by_name(rank):
     module = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4))
     with refused(onefold.ConfigError, "'0.weight'"):
         onefold.shard(module)
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_a_parameter_that_is_sharded_by_another_library_is_refused_by_name(rank):
     module = Tower()
     mesh = init_device_mesh("cpu", (2,))
@@ -432,14 +432,14 @@ def _renamed(rank: int) -> nn.Module:
 
 @pytest.mark.parametrize("build", [_wider, _longer, _frozen, _cast, _renamed])
 @pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks()
+@every_rank()
 def test_ranks_that_shard_different_modules_are_all_refused(rank, world_size, build):
     module = build(rank)
     with refused(onefold.ConfigError, f"rank {rank}"):
         onefold.shard(module)
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_ranks_that_choose_different_stages_precisions_or_units_are_all_refused(rank):
     choices: list[dict[str, Any]] = [
         {"stage": rank},
@@ -451,7 +451,7 @@ def test_ranks_that_choose_different_stages_precisions_or_units_are_all_refused(
             onefold.shard(Tower(), **choice)
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_ranks_of_which_one_has_a_bad_choice_are_all_refused(rank):
     """The others would otherwise wait for it."""
     module = Tower()
@@ -500,7 +500,7 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
 @every_stage
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("world_size", [1, 2])
-@on_ranks()
+@every_rank()
 def test_a_module_changed_after_sharding_is_an_error_that_names_what_changed(
     rank, world_size, stage, change
 ):
@@ -517,7 +517,7 @@ def test_a_module_changed_after_sharding_is_an_error_that_names_what_changed(
 
 
 @every_stage
-@on_ranks(2)
+@every_rank(2)
 def test_moving_a_module_to_where_it_is_changes_nothing(rank, stage):
     module = seeded(Tower)
     optimizer = adamw(module)
@@ -529,7 +529,7 @@ def test_moving_a_module_to_where_it_is_changes_nothing(rank, stage):
 
 
 @every_stage
-@on_ranks(2)
+@every_rank(2)
 def test_a_parameter_added_to_a_layer_after_sharding_is_an_error(rank, stage):
     """As an adapter library would add one; it must not train unreduced on every rank."""
     module = seeded(Tower)
@@ -570,7 +570,7 @@ def _local(state: dict[str, Tensor]) -> None:
 @every_stage
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("damage", [_missing, _unexpected, _misshapen, _flat, _transposed, _local])
-@on_ranks()
+@every_rank()
 def test_a_state_dict_with_wrong_names_or_shapes_is_refused(rank, world_size, stage, damage):
     state = seeded(Tower, seed=5).state_dict()
     damage(state)
@@ -584,7 +584,7 @@ def test_a_state_dict_with_wrong_names_or_shapes_is_refused(rank, world_size, st
 
 
 @every_stage
-@on_ranks(2)
+@every_rank(2)
 def test_a_wrong_shape_is_refused_also_when_not_strict(rank, stage):
     state = seeded(Tower, seed=5).state_dict()
     _misshapen(state)
@@ -596,7 +596,7 @@ def test_a_wrong_shape_is_refused_also_when_not_strict(rank, stage):
 
 @every_stage
 @pytest.mark.parametrize("world_size", [1, 2])
-@on_ranks()
+@every_rank()
 def test_loading_by_assignment_is_refused(rank, world_size, stage):
     module = seeded(Tower)
     optimizer = adamw(module)
@@ -613,7 +613,7 @@ def test_loading_by_assignment_is_refused(rank, world_size, stage):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@on_ranks()
+@every_rank()
 def test_calls_about_a_module_that_is_not_sharded_are_errors(rank, world_size):
     module = Tower()
     with refused(onefold.StateError, "Tower"), onefold.accumulate(module):
@@ -636,7 +636,7 @@ def test_calls_about_something_that_is_no_module_are_errors(thing):
         onefold.report(thing)
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_a_tensor_hook_registered_before_sharding_is_refused(rank):
     module = Tower()
     handle = module.first.weight.register_hook(lambda grad: grad)
@@ -648,7 +648,7 @@ def test_a_tensor_hook_registered_before_sharding_is_refused(rank):
 
 
 @every_stage
-@on_ranks(2)
+@every_rank(2)
 def test_a_step_in_the_middle_of_unsharded_is_an_error(rank, stage):
     """The optimizer would step shards while the module shows copies of them."""
     module = seeded(Tower)
@@ -663,7 +663,7 @@ def test_a_step_in_the_middle_of_unsharded_is_an_error(rank, stage):
 
 
 @every_stage
-@on_ranks(2)
+@every_rank(2)
 def test_parameters_with_gradients_before_sharding_lose_them_or_are_refused(rank, stage):
     """Gradients made before are not means over ranks."""
     module = seeded(Tower)

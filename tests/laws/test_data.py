@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 import onefold
 from onefold import Wire
 from onefold.engine.registry import engine_of
-from tests.support.ranks import on_ranks, run_ranks, seeded
+from tests.support.ranks import every_rank, run_ranks, seeded
 
 X = torch.linspace(-1, 1, 16).view(2, 8)
 WAYS = [
@@ -87,7 +87,7 @@ EDITS = {
 
 
 @pytest.mark.parametrize("way", [WAYS[0], WAYS[3]], ids=str)
-@on_ranks(4)
+@every_rank(4)
 def test_an_edit_by_way_of_data_is_what_the_next_forward_reads(rank, way):
     module, _ = start(way)
     weight, bias = module[1].weight, module[1].bias
@@ -105,7 +105,7 @@ def test_an_edit_by_way_of_data_is_what_the_next_forward_reads(rank, way):
 
 
 @pytest.mark.parametrize("way", WAYS[1:2] + WAYS[3:], ids=str)
-@on_ranks(4)
+@every_rank(4)
 def test_an_edit_inside_forward_changes_the_elements_that_it_changes(rank, way):
     """The others stay as exact as they rest, and backward computes with what forward has left."""
 
@@ -126,7 +126,7 @@ def test_an_edit_inside_forward_changes_the_elements_that_it_changes(rank, way):
         torch.testing.assert_close(after, before.clamp(max=0.1), rtol=0, atol=4e-4)
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_a_copy_of_data_is_a_dtensor_whose_edits_are_its_own(rank):
     module, _ = start({"stage": 3})
     weight, unit = module[0].weight, engine_of(module).units[0]

@@ -17,7 +17,7 @@ import onefold
 from onefold.layout.units import Owned
 from onefold.wire import devices, ranks
 from onefold.wire.collectives import Group
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import every_rank, run_ranks
 
 ALONE = Group(0, 1, None)
 
@@ -46,7 +46,7 @@ def test_without_an_accelerator_it_stays():
     assert devices.device_of(owned("cpu"), ALONE) == torch.device("cpu")
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_a_group_or_a_mesh_for_cpus_keeps_it_there(rank, eight_devices):
     group = Group.of(dist.group.WORLD)
     assert devices.device_of(owned("cpu"), group) == torch.device("cpu")
@@ -72,7 +72,7 @@ def test_more_ranks_than_devices_is_an_error_that_says_what_to_start(eight_devic
         devices.own_device_index()
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_two_ranks_on_one_device_is_an_error_on_both_that_names_local_rank(rank):
     with pytest.raises(onefold.ConfigError) as caught:
         devices.check_devices(torch.device("cuda", 0), Group.of(dist.group.WORLD))
@@ -81,7 +81,7 @@ def test_two_ranks_on_one_device_is_an_error_on_both_that_names_local_rank(rank)
     assert "ONEFOLD_SHARE_DEVICES=1" in str(caught.value)
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_a_rank_whose_module_stayed_on_the_cpu_is_named(rank):
     device = torch.device("cuda", 0) if rank == 0 else torch.device("cpu")
     with pytest.raises(onefold.ConfigError, match="cuda:0 on rank 0 and cpu on rank 1"):

@@ -29,7 +29,7 @@ from torch.utils import _foreach_utils
 
 import onefold
 from onefold.config import Offload
-from tests.support.ranks import on_ranks, run_ranks, seeded
+from tests.support.ranks import every_rank, run_ranks, seeded
 from tests.support.zoo import (
     STAGES,
     WIDTH,
@@ -192,7 +192,7 @@ def test_outside_forward_a_narrower_compute_dtype_does_not_show(stage, precision
 
 
 @every_stage
-@on_ranks(3)
+@every_rank(3)
 def test_a_parameter_is_one_object_between_steps(rank, stage):
     module, optimizer = ready(Tower, stage)
     before = {name: p for name, p in module.named_parameters()}
@@ -209,7 +209,7 @@ def test_a_parameter_is_one_object_between_steps(rank, stage):
 
 
 @every_stage
-@on_ranks(2)
+@every_rank(2)
 def test_modules_and_parameters_print(rank, stage):
     module, optimizer = ready(Tower, stage)
     for _ in range(2):
@@ -822,7 +822,7 @@ def refuses_every_use(parameter: Tensor) -> None:
 
 
 @sharded_stages
-@on_ranks(2)
+@every_rank(2)
 def test_the_objects_that_were_parameters_before_are_errors_that_name_them(rank, stage):
     module = seeded(Tower)
     before = module.blocks[0].up.weight
@@ -830,7 +830,7 @@ def test_the_objects_that_were_parameters_before_are_errors_that_name_them(rank,
     refuses_every_use(before)
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_at_stage_0_the_objects_that_were_parameters_still_are(rank):
     module = seeded(Tower)
     before = dict(module.named_parameters())
@@ -841,7 +841,7 @@ def test_at_stage_0_the_objects_that_were_parameters_still_are(rank):
         assert parameter is before[name]
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_whole_weights_kept_from_a_forward_are_errors_once_resharded(rank):
     module, _ = ready(Tower, 3)
     kept: list[Tensor] = []
@@ -852,7 +852,7 @@ def test_whole_weights_kept_from_a_forward_are_errors_once_resharded(rank):
 
 
 @every_stage
-@on_ranks(2)
+@every_rank(2)
 def test_whole_weights_kept_from_a_forward_are_never_stale(rank, stage):
     module, optimizer = ready(Tower, stage)
     kept: list[Tensor] = []
@@ -936,7 +936,7 @@ EDITS = {
 @every_stage
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("world_size", [1, 3])
-@on_ranks()
+@every_rank()
 def test_edits_in_unsharded_are_kept_with_writeback_and_lost_without(rank, world_size, stage, edit):
     module, optimizer = ready(Tower, stage)
     one_step(module, optimizer, rows()[0])
@@ -992,7 +992,7 @@ def _frozen_norm(script: Callable[[Process], None], process: Process) -> None:
 
 @every_stage
 @pytest.mark.parametrize("writeback", [False, True])
-@on_ranks(2)
+@every_rank(2)
 def test_after_an_exception_in_unsharded_the_module_trains_on(rank, stage, writeback):
     module, optimizer = ready(Tower, stage)
     before = values(module)
@@ -1005,7 +1005,7 @@ def test_after_an_exception_in_unsharded_the_module_trains_on(rank, stage, write
 
 
 @every_stage
-@on_ranks(2)
+@every_rank(2)
 def test_a_shape_changed_in_unsharded_is_an_error_that_leaves_the_module_usable(rank, stage):
     module, optimizer = ready(Tower, stage)
     before = values(module)
@@ -1036,7 +1036,7 @@ def test_unsharded_nests_and_frees_what_it_gathered(stage):
 
 
 @every_stage
-@on_ranks(2)
+@every_rank(2)
 def test_a_module_runs_and_is_differentiated_in_unsharded(rank, stage):
     module, optimizer = ready(Tower, stage)
     with onefold.unsharded(module):
@@ -1113,7 +1113,7 @@ def test_hooks_of_gradients_run_after_unsharded(world_size):
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("is_earlier", [False, True])
-@on_ranks(2)
+@every_rank(2)
 def test_gradients_of_a_block_that_failed_are_not_stepped(rank, stage, is_earlier):
     module, optimizer = ready(Tower, stage)
     loss = squared(module)
@@ -1129,7 +1129,7 @@ def test_gradients_of_a_block_that_failed_are_not_stepped(rank, stage, is_earlie
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@on_ranks()
+@every_rank()
 def test_half_a_backward_in_unsharded_is_an_error(rank, world_size):
     module, optimizer = ready(Tower, 3, offload=Offload("cpu", "cpu"))
     loss = squared(module)
@@ -1151,7 +1151,7 @@ def test_half_a_backward_in_unsharded_is_an_error(rank, world_size):
 
 
 @every_stage
-@on_ranks(2)
+@every_rank(2)
 def test_a_container_without_modules_keeps_edits_of_its_own_parameter(rank, stage):
     """Its length is 0, so it is false where a test for None is meant."""
 
@@ -1172,7 +1172,7 @@ def test_a_container_without_modules_keeps_edits_of_its_own_parameter(rank, stag
 
 
 @every_stage
-@on_ranks(2)
+@every_rank(2)
 def test_unsharded_inside_forward_is_an_error(rank, stage):
     class Peeking(Tower):
         def forward(self, x):
@@ -1193,7 +1193,7 @@ def test_unsharded_inside_forward_is_an_error(rank, stage):
     [copy.deepcopy, pickle.dumps, lambda m: torch.save(m, io.BytesIO())],
     ids=["deepcopy", "pickle", "save"],
 )
-@on_ranks(2)
+@every_rank(2)
 def test_a_sharded_module_is_not_copied_by_accident(rank, stage, copier):
     module, optimizer = ready(Tower, stage)
     before = values(module)
@@ -1204,7 +1204,7 @@ def test_a_sharded_module_is_not_copied_by_accident(rank, stage, copier):
 
 
 @every_stage
-@on_ranks(2)
+@every_rank(2)
 def test_a_copied_state_dict_is_a_snapshot(rank, stage):
     module, optimizer = ready(Tower, stage)
     before = values(module)
@@ -1218,7 +1218,7 @@ def test_a_copied_state_dict_is_a_snapshot(rank, stage):
 
 @every_stage
 @pytest.mark.filterwarnings("ignore:torch.save of a sharded module")
-@on_ranks(2)
+@every_rank(2)
 def test_a_state_dict_survives_torch_save(rank, stage):
     module, optimizer = ready(Tower, stage)
     before = values(module)
@@ -1304,7 +1304,7 @@ def test_a_module_built_on_meta_has_the_same_random_values_at_every_stage():
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@on_ranks()
+@every_rank()
 def test_a_meta_module_without_reset_parameters_is_a_config_error_that_names_it(rank, world_size):
     class Unresettable(nn.Module):
         def __init__(self):
@@ -1316,7 +1316,7 @@ def test_a_meta_module_without_reset_parameters_is_a_config_error_that_names_it(
         onefold.shard(module)
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_a_meta_module_whose_reset_leaves_something_out_is_a_config_error_that_names_it(rank):
     class Forgetful(nn.Linear):
         def __init__(self):
@@ -1375,7 +1375,7 @@ def test_gradients_are_none_until_backward_and_after_zero_grad(stage):
 
 
 @every_stage
-@on_ranks(2)
+@every_rank(2)
 def test_hooks_of_parameters_see_the_reduced_gradient_once_per_backward(rank, stage):
     module, _ = ready(Tower, stage)
     seen: list[tuple[str, Tensor]] = []
@@ -1390,7 +1390,7 @@ def test_hooks_of_parameters_see_the_reduced_gradient_once_per_backward(rank, st
 
 
 @every_stage
-@on_ranks(2)
+@every_rank(2)
 def test_a_tensor_hook_on_a_parameter_is_not_silently_ignored(rank, stage):
     """Autograd never meets a sharded parameter, so a hook that would not run is refused."""
     module, _ = ready(Tower, stage)
@@ -1405,7 +1405,7 @@ def test_a_tensor_hook_on_a_parameter_is_not_silently_ignored(rank, stage):
 
 
 @every_stage
-@on_ranks(2)
+@every_rank(2)
 def test_a_residual_block_is_still_its_class(rank, stage):
     module = seeded(Tower)
     same = onefold.shard(module, stage=stage)

@@ -25,7 +25,7 @@ from onefold.engine.registry import engine_of
 from onefold.errors import WireError
 from onefold.unit import dtensors
 from tests.support.models import Model, next_token_loss, token_batches
-from tests.support.ranks import on_ranks, run_ranks, seeded
+from tests.support.ranks import every_rank, run_ranks, seeded
 from tests.support.training import Job, assert_same_bits, cut, run_job, train_plain
 
 
@@ -83,7 +83,7 @@ def test_a_bf16_module_keeps_its_dtype_and_steps_an_fp32_master(stage):
     ],
 )
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (1, 3), (2, 0), (2, 3)])
-@on_ranks()
+@every_rank()
 def test_masters_follow_edits_of_resting_weights(rank, edit, world_size, stage):
     """A master that did not would bring the old values back with the next step."""
     module = nn.Linear(8, 8, bias=False).to(torch.bfloat16)
@@ -113,7 +113,7 @@ def test_a_copy_of_a_resting_weight_is_an_ordinary_parameter():
 
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (2, 2), (2, 3)])
 @pytest.mark.parametrize("way", ["data", "no_grad"])
-@on_ranks()
+@every_rank()
 def test_masters_follow_edits_made_inside_forward(rank, world_size, stage, way):
     class Clamped(nn.Linear):
         def forward(self, x):
@@ -172,7 +172,7 @@ RECOMPUTE = {
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("way", ["trained", "frozen", "no_grad"])
-@on_ranks()
+@every_rank()
 def test_a_read_that_is_computed_again_sees_what_its_forward_saw(
     rank, way, recompute, stage, world_size
 ):
@@ -191,7 +191,7 @@ def test_a_read_that_is_computed_again_sees_what_its_forward_saw(
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("way", ["frozen", "no_grad"])
-@on_ranks()
+@every_rank()
 def test_a_product_with_activations_outside_of_a_forward_is_that_of_the_layer(
     rank, way, stage, world_size
 ):
@@ -232,7 +232,7 @@ def test_a_named_error_of_a_read_beside_activations_is_raised_itself(monkeypatch
 
 
 @pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (2, 3)])
-@on_ranks()
+@every_rank()
 def test_looking_at_weights_in_lists_is_no_edit(rank, world_size, stage):
     module = nn.Linear(8, 8)
     onefold.shard(module, stage=stage, precision="bf16")
@@ -354,7 +354,7 @@ def test_a_step_in_blocks_takes_one_block_of_memory_not_a_copy_of_the_gradients(
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-@on_ranks(2)
+@every_rank(2)
 def test_masters_follow_a_loaded_state_dict(rank, stage):
     module = nn.Linear(8, 8, bias=False).to(torch.bfloat16)
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
@@ -551,7 +551,7 @@ def conv_steps(module, batches, context, average):
 
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (3, 0), (3, 1), (3, 3)])
 @pytest.mark.parametrize("norm", NORMS)
-@on_ranks()
+@every_rank()
 def test_norms_with_statistics_compute_as_under_autocast(rank, norm, world_size, stage):
     """Statistics and weights of norms stay in fp32; what a norm returns is narrow again."""
     generator = torch.Generator().manual_seed(rank)
@@ -613,7 +613,7 @@ def test_statistics_are_at_least_as_wide_as_the_weights_of_the_forward():
 
 @pytest.mark.parametrize("make", [parametrizations.spectral_norm, parametrizations.orthogonal])
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (3, 0), (3, 3)])
-@on_ranks()
+@every_rank()
 def test_weights_computed_from_fp32_buffers_are_computed_in_fp32(rank, make, world_size, stage):
     def build():
         return nn.Sequential(make(nn.Linear(6, 5)), nn.Tanh(), nn.Linear(5, 2))

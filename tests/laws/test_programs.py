@@ -17,6 +17,7 @@ import pytest
 from onefold.errors import ConfigError, WireError
 from tests.support.forking import HANG_S
 from tests.support.older_torch import offloads_adagrad
+from tests.support.programs.catalogue import LATER_BLOCKS, POOL
 from tests.support.programs.chosen import CHOSEN
 from tests.support.programs.drawing import Drawn, DrawnLeg, draw, draw_trainer
 from tests.support.programs.judging import Judge, judge_seed
@@ -57,6 +58,8 @@ def test_a_seed_is_the_same_program_every_time_and_seeds_cover_worlds_and_stages
     legs = [leg for program in drawn for leg in program.legs]
     assert {leg.world_size for leg in legs} == {1, 2, 3, 4}
     assert {dict(leg.options)["stage"] for leg in legs} == {"0", "1", "2", "3"}
+    later = [block for seed in range(POOL, POOL + 30) for block in draw(seed).blocks]
+    assert {*later} & {*LATER_BLOCKS}
     assert {"stream", "islands", "tp", "wire", "offload", "shares", "units", "precision"} <= {
         name for leg in legs for name, _ in leg.options
     }

@@ -22,7 +22,7 @@ from onefold.planner.models.gpt import GPT, GPTConfig
 from onefold.tier.disk import BlockFile
 from tests.support.free_memory import has_free
 from tests.support.models import VOCAB, WIDTH, Block, Model
-from tests.support.ranks import on_ranks, run_processes, run_ranks, seeded
+from tests.support.ranks import every_rank, run_processes, run_ranks, seeded
 
 LENGTHS = (6, 4, 9)
 """Tokens of the micro-batches: no two have the same shape."""
@@ -107,7 +107,7 @@ def notes(module: nn.Module) -> str:
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-@on_ranks()
+@every_rank()
 def test_layers_give_the_bits_of_a_loop_that_sums_micro_batches_before_ranks(
     rank, world_size, precision
 ):
@@ -132,7 +132,7 @@ def test_layers_give_the_bits_of_a_loop_that_sums_micro_batches_before_ranks(
     ],
     ids=str,
 )
-@on_ranks(2)
+@every_rank(2)
 def test_layers_and_kept_weights_give_the_bits_of_the_loop_on_every_tier_and_wire(rank, choices):
     def keep(module: nn.Module, batches: Any) -> Tensor:
         return onefold.accumulate_layers(module, batches, next_token, order="keep")
@@ -151,7 +151,7 @@ def test_layers_give_the_bits_of_the_loop_with_all_state_on_a_disk(tmp_path):
     run_ranks(2, body)
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_weights_in_row_blocks_are_equal_up_to_rounding_and_no_costs_are_guessed(rank):
     wanted = train(loop, rank, steps=1, stage=1)
     found = train(layers, rank, steps=1, stage=3, offload=onefold.Offload("cpu", tile=600))
@@ -168,7 +168,7 @@ def gpt(recomputes: bool = True) -> GPT:
     return model
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_recompute_changes_no_bit_and_leaves_only_inputs_of_blocks_alive(rank):
     wanted = train(loop, rank, lambda: gpt(False), stage=1)
     for recomputes in (False, True):
@@ -178,7 +178,7 @@ def test_recompute_changes_no_bit_and_leaves_only_inputs_of_blocks_alive(rank):
     assert borders == 4 * 3 * sum(LENGTHS) * 16 * 4, "4 borders of [rows, tokens, width] fp32"
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_a_tied_head_is_equal_up_to_rounding_and_gathered_no_more_than_in_a_plain_step(rank):
     def build() -> nn.Module:
         return Model(tied=True)
@@ -198,7 +198,7 @@ def test_a_tied_head_is_equal_up_to_rounding_and_gathered_no_more_than_in_a_plai
     assert traffic["reduce_scatter"].calls == len(engine_of(module).units)
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_an_order_with_one_micro_batch_is_a_plain_step(rank):
     def one(rank: int, step: int) -> list[Tensor]:
         return microbatches(rank, step)[:1]
@@ -257,7 +257,7 @@ def test_dropout_is_that_of_a_loop_that_seeds_each_micro_batch():
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks()
+@every_rank()
 def test_stage_3_sends_two_gathers_and_one_reduction_of_a_unit_whatever_their_number(
     rank, world_size
 ):
@@ -317,7 +317,7 @@ def test_memory_is_within_5_percent_of_the_plan_in_each_kind_and_together(world_
         run_ranks(world_size, lambda rank, choices=choices: body(rank, **choices))
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_kept_weights_and_gradients_send_one_gather_and_one_reduction(rank):
     def keep(module: nn.Module, batches: Any) -> Tensor:
         return accumulate_layers(module, batches, next_token, order="keep")
@@ -413,7 +413,7 @@ def square(output: Tensor, _: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("build", [sequential, Branching])
-@on_ranks(2)
+@every_rank(2)
 def test_sequences_and_branches_between_blocks_run_in_layers(rank, build):
     def run(module: nn.Module, batches: Any) -> Tensor:
         return accumulate_layers(module, batches, square)
@@ -426,7 +426,7 @@ def test_sequences_and_branches_between_blocks_run_in_layers(rank, build):
     assert "'layers' order" in notes(found[3])
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_a_skip_connection_around_the_blocks_is_named_and_runs_in_the_plain_order(rank):
     wanted = train(loop, rank, Skipping, stage=3)
     found = train(layers, rank, Skipping, stage=3)
@@ -503,7 +503,7 @@ def test_a_micro_batch_of_one_rank_alone_that_calls_other_blocks_is_a_named_erro
     run_processes(2, body)
 
 
-@on_ranks(3)
+@every_rank(3)
 def test_ranks_may_have_different_numbers_of_micro_batches(rank):
     def some(rank: int, step: int) -> list[Tensor]:
         return microbatches(rank, step, (5,) * (1 + 2 * rank))
@@ -556,7 +556,7 @@ def test_bad_calls_are_named_errors_and_leave_the_module_as_it_was():
 
 @pytest.mark.parametrize("order", ["layers", "keep"])
 @pytest.mark.parametrize("where", ["embed", "blocks.2.up", "head", "loss", "backward"])
-@on_ranks(2)
+@every_rank(2)
 def test_a_micro_batch_that_fails_ends_all_others_and_the_next_step_is_right(rank, where, order):
     module, optimizer = sharded(stage=3)
     wanted = train(layers, rank, steps=1, stage=3)

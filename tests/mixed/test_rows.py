@@ -23,7 +23,7 @@ from onefold.layout.row_split import RankTime
 from onefold.mixed.sampler import split_rows
 from onefold.mixed.speeds import AffineFit, balance, measure
 from tests.support.models import Model, token_batches
-from tests.support.ranks import on_ranks, run_processes, run_ranks, seeded
+from tests.support.ranks import every_rank, run_processes, run_ranks, seeded
 
 # divide
 
@@ -441,7 +441,7 @@ def test_rows_move_to_the_rank_that_computes_faster(is_queued):
     run_processes(2, train_at_two_speeds, is_queued)
 
 
-@on_ranks(3)
+@every_rank(3)
 def test_a_sampler_follows_a_module_over_the_same_ranks_alone(rank):
     module = seeded(Model)
     pairs = [dist.new_group([0, 1]), dist.new_group([2])]

@@ -20,7 +20,7 @@ from onefold.planner.memory import needs_of
 from onefold.recipe import Member, Recipe, UnitRecipe
 from onefold.wire.collectives import Group
 from tests.axes.test_cut import Model, batches, loss_of
-from tests.support.ranks import on_ranks, run_ranks, seeded
+from tests.support.ranks import every_rank, run_ranks, seeded
 
 WEIGHTS = [[1, 3], [0.2, 0.5, 0.3], [1, 0, 2]]
 
@@ -64,13 +64,13 @@ def test_numbers_become_small_integers(given, wanted):
     ids=str,
 )
 @pytest.mark.parametrize("where", ["everywhere", "on rank 1"])
-@on_ranks(2)
+@every_rank(2)
 def test_shares_that_mean_nothing_are_named_on_every_rank(rank, given, where):
     with pytest.raises(ConfigError, match="shares"):
         sharded(given if rank or where == "everywhere" else [1, 2])
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_a_share_of_zero_is_refused_at_stage_0_and_ranks_that_disagree_are_named(rank):
     with pytest.raises(ConfigError, match="stage 0"):
         sharded([0, 1], stage=0)
@@ -139,7 +139,7 @@ def test_each_rank_may_have_a_tier_of_its_own(tmp_path):
 @pytest.mark.parametrize(
     "choices", [{"stage": "auto"}, {"wire": "zero++", "mesh": True}], ids=["stage", "two hops"]
 )
-@on_ranks(4)
+@every_rank(4)
 def test_tiers_that_do_not_go_together_are_refused_on_every_rank(rank, choices):
     given = dict(choices)
     if given.pop("mesh", None):

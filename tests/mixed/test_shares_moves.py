@@ -17,7 +17,7 @@ from onefold.app.train.memory_table import measure
 from onefold.engine.registry import engine_of
 from onefold.mixed.moving import overlaps
 from tests.axes.test_cut import Model, batches, loss_of
-from tests.support.ranks import on_ranks, run_processes, run_ranks, seeded
+from tests.support.ranks import every_rank, run_processes, run_ranks, seeded
 
 STEPS = 6
 
@@ -187,7 +187,7 @@ def test_replicas_of_nodes_change_their_shares_together():
         ("even", "fin"),
     ],
 )
-@on_ranks(2)
+@every_rank(2)
 def test_shares_that_mean_nothing_change_nothing(rank, shares, match):
     module = seeded(Model)
     onefold.shard(module)
@@ -200,7 +200,7 @@ def test_shares_that_mean_nothing_change_nothing(rank, shares, match):
     loss_of(module, [t.chunk(2)[rank] for t in batches(1)[0]]).backward()
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_moves_at_a_wrong_moment_are_refused_by_name(rank):
     module = seeded(Model)
     onefold.shard(module)

@@ -24,7 +24,7 @@ from tests.support.island_runs import (
     train_islands,
     train_plain,
 )
-from tests.support.ranks import on_ranks, run_ranks, seeded
+from tests.support.ranks import every_rank, run_ranks, seeded
 
 SIZES = [(1, 1), (2, 2), (2, 1), (3, 2, 1)]
 
@@ -414,7 +414,7 @@ def test_a_parameter_that_freezes_takes_the_mean_of_islands_and_then_rests(stage
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_islands_that_freeze_different_parameters_are_named(rank):
     found = IslandRank.start(rank, IslandRun((1, 1), 1))
     if rank == 1:

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import onefold
 from tests.support.island_runs import IslandRank, IslandRun, averaging, build, island_of
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import every_rank, run_ranks
 
 UNEQUAL = [(2, 1), (3, 2, 1)]
 
@@ -160,7 +160,7 @@ def test_fragments_are_spread_over_the_period():
     assert moments == {8, 10, 12}
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_islands_need_two_of_them_and_a_sharded_module(rank):
     module = build()
     with pytest.raises(onefold.StateError, match="has sharded"):
@@ -173,7 +173,7 @@ def test_islands_need_two_of_them_and_a_sharded_module(rank):
         onefold.islands(module, every=2, mesh=mesh)
 
 
-@on_ranks(8)
+@every_rank(8)
 def test_nodes_that_are_replicas_are_refused(rank):
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("island", "node", "rank"))
     module = build()
@@ -182,7 +182,7 @@ def test_nodes_that_are_replicas_are_refused(rank):
         onefold.islands(module, every=2)
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_a_step_inside_unsharded_is_refused(rank):
     found = IslandRank.start(rank, IslandRun((1, 1)))
     with (
@@ -210,7 +210,7 @@ def test_weights_that_are_not_finite_reach_no_other_rank(sizes):
     run_ranks(sum(sizes), body)
 
 
-@on_ranks(3)
+@every_rank(3)
 def test_a_state_of_another_size_is_refused(rank):
     found = IslandRank.start(rank, IslandRun((2, 1)))
     state = found.handle.rank_state()

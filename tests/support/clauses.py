@@ -88,7 +88,7 @@ class Clauses(dict[str, Clause]):
 
         return add
 
-    def on_ranks(self) -> Iterator[Any]:
+    def cases(self) -> Iterator[Any]:
         """Each clause on its first number of ranks, and on another one in turn.
 
         `make test` runs the first of these, for one of three values; `make again` the others. Of

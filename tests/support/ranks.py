@@ -115,7 +115,9 @@ def seeded(build: Callable[..., Any], *args: Any, seed: int = 0) -> Any:
         return build(*args)
 
 
-def on_ranks(world_size: int | None = None) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+def every_rank(
+    world_size: int | None = None,
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Decorate a test that takes its rank first: each of `world_size` threads runs it.
 
     None: as many as the test's own argument `world_size` says.

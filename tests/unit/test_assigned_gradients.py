@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import onefold
-from tests.support.ranks import on_ranks, run_ranks, seeded
+from tests.support.ranks import every_rank, run_ranks, seeded
 
 STAGES = [0, 1, 2, 3]
 WORLDS = [1, 2, 3]
@@ -79,7 +79,7 @@ def test_an_assigned_gradient_survives_accumulate(case, stage, world_size):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("stage", [0, 1])
-@on_ranks()
+@every_rank()
 def test_replacing_a_gradient_that_hides_a_sum_is_refused(rank, stage, world_size):
     module = onefold.shard(seeded(build), stage=stage)
     with pytest.raises(onefold.StateError, match=r"another tensor in its place[^$]*hint: "):

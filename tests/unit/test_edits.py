@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import onefold
 from onefold.unit.logical import warn_of_shards
-from tests.support.ranks import on_ranks, run_ranks, seeded
+from tests.support.ranks import every_rank, run_ranks, seeded
 from tests.support.zoo import whole
 
 ROWS = [(1, 3), (2, 0), (2, 1), (3, 2), (3, 3)]
@@ -213,7 +213,7 @@ READS: dict[str, Callable[[Any], Tensor]] = {
 
 @pytest.mark.parametrize("is_inference", [False, True])
 @pytest.mark.parametrize("shares", [None, [2.0, 1.0]])
-@on_ranks(2)
+@every_rank(2)
 def test_a_read_without_gradients_sees_the_weights_at_rest_as_no_forward_rounds_them(
     rank, shares, is_inference
 ):
@@ -350,7 +350,7 @@ def test_views_of_a_parameter_without_elements_have_the_shapes_of_one_process(
 
 
 @pytest.mark.parametrize("shares", [None, (3, 1)])
-@on_ranks(2)
+@every_rank(2)
 def test_a_write_that_cannot_reach_other_ranks_says_so(rank, shares):
     module, _ = sharded(3, shares=shares)
     with torch.no_grad():
@@ -461,7 +461,7 @@ def test_a_copy_of_a_parameter_computes_with_it_with_and_without_gradients(world
 
 
 @rows
-@on_ranks()
+@every_rank()
 def test_copies_between_models_are_those_of_one_process(rank, world_size, stage):
     """From plain to sharded, from sharded to plain, and between models of two stages."""
     source = seeded(Mixed, seed=1)
@@ -504,7 +504,7 @@ def test_a_hidden_state_made_of_a_weight_is_a_plain_tensor(world_size, stage):
 
 
 @pytest.mark.parametrize(("world_size", "shares"), [(2, None), (2, (3, 1)), (3, (2, 0, 1))])
-@on_ranks()
+@every_rank()
 def test_gradients_and_states_are_copied_and_pickled_with_even_and_uneven_shares(
     rank, world_size, shares
 ):
@@ -568,7 +568,7 @@ class Failing(nn.Module):
 
 @pytest.mark.parametrize("accumulates", [True, False])
 @rows
-@on_ranks()
+@every_rank()
 def test_a_failed_backward_loses_the_sums_before_it_and_nothing_else(
     rank, world_size, stage, accumulates
 ):
@@ -610,7 +610,7 @@ def test_a_failed_backward_loses_the_sums_before_it_and_nothing_else(
 
 @pytest.mark.parametrize("fails", ["between blocks", "at the end"])
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 0), *ROWS])
-@on_ranks()
+@every_rank()
 def test_gradients_that_are_assigned_after_a_failed_backward_stay(rank, world_size, stage, fails):
     def script(module: nn.Module) -> None:
         module.fails = fails == "between blocks"
@@ -695,7 +695,7 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("read", REFUSED)
-@on_ranks(3)
+@every_rank(3)
 def test_a_read_that_dtensor_refuses_on_uneven_rows_names_the_parameter(rank, read):
     module, _ = sharded(3)
     wanted = rf"the rows of parameter 'many' on rank {rank}[^$]*hint: [^$]*full_tensor"
@@ -707,7 +707,7 @@ def test_a_read_that_dtensor_refuses_on_uneven_rows_names_the_parameter(rank, re
 @pytest.mark.parametrize(
     ("world_size", "stage", "wanted"), [(2, 0, 1), (3, 1, 1), (2, 2, 3), (3, 3, 3)]
 )
-@on_ranks()
+@every_rank()
 def test_hooks_run_whenever_a_mean_is_there_once_a_step_or_for_each_micro_batch(
     rank, world_size, stage, wanted
 ):
@@ -761,7 +761,7 @@ def test_a_module_is_normed_and_tied_before_it_is_sharded(kind, change, world_si
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (2, 1), (3, 3)])
-@on_ranks()
+@every_rank()
 def test_an_edit_in_a_block_that_is_computed_again_is_made_twice(
     rank, world_size, stage, reentrant
 ):

@@ -28,7 +28,7 @@ from onefold.checkpoint.offline import export
 from onefold.errors import CheckpointError, ConfigError
 from onefold.recording.report import Report
 from onefold.wire.codec import codec_of
-from tests.support.ranks import on_ranks, run_ranks, seeded
+from tests.support.ranks import every_rank, run_ranks, seeded
 
 bnb = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
@@ -409,7 +409,7 @@ def test_a_weight_that_is_quantized_anew_brings_its_tables_along(kind):
         assert other == output
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_a_narrow_compute_dtype_leaves_packed_weights_as_they_are(rank):
     module = quantized("nf4 in bfloat16")
     wanted = shown(module)
@@ -462,7 +462,7 @@ def on_meta(kind: str) -> nn.Module:
         (dispatched, "dispatched to"),
     ],
 )
-@on_ranks(2)
+@every_rank(2)
 def test_weights_that_are_not_quantized_for_good_are_refused(rank, build, words):
     with pytest.raises(ConfigError, match=words):
         onefold.shard(seeded(build))
@@ -831,7 +831,7 @@ def own_bytes(module: Any) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore:torch.save of a sharded module")
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (2, 1), (2, 3)])
-@on_ranks()
+@every_rank()
 def test_the_bytes_of_a_frozen_quantized_weight_can_be_read_and_copied(rank, world_size, stage):
     modules = [nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8)) for _ in "ab"]
     for module in modules:

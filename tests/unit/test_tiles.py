@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import onefold
 from onefold import ConfigError, Offload, StateError
 from onefold.engine.registry import engine_of
-from tests.support.ranks import on_ranks, run_ranks, seeded
+from tests.support.ranks import every_rank, run_ranks, seeded
 
 ROWS, WIDTH = 131, 48
 
@@ -162,7 +162,7 @@ def test_inputs_in_the_dtype_that_a_tiled_weight_names_are_cast_to_that_of_compu
     torch.testing.assert_close(tiled, whole, rtol=1e-2, atol=0)
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_a_tiled_weight_is_never_whole(rank, tmp_path):
     module = seeded(lambda: nn.Sequential(nn.Linear(64, 4096), nn.Linear(4096, 8)))
     optimizer = torch.optim.AdamW(module.parameters())
@@ -173,7 +173,7 @@ def test_a_tiled_weight_is_never_whole(rank, tmp_path):
     assert peak < 3 * tile + 2 * 4096 * 4  # two tiles, and the biases of both layers
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_names_shapes_and_state_dicts_are_those_of_whole_weights(rank):
     module = seeded(Wide)
     names = [(name, p.shape) for name, p in module.named_parameters()]
@@ -184,7 +184,7 @@ def test_names_shapes_and_state_dicts_are_those_of_whole_weights(rank):
         assert torch.equal(value.full_tensor(), wanted[name])
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_evaluation_frozen_weights_and_accumulation_work(rank):
     plain, module = seeded(Wide), seeded(Wide)
     plain.head.weight.requires_grad_(False)
@@ -202,7 +202,7 @@ def test_evaluation_frozen_weights_and_accumulation_work(rank):
     assert not got[3].any()
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_a_use_that_needs_the_weight_whole_is_refused_by_name(rank):
     class Odd(Wide):
         def forward(self, tokens: Tensor) -> Tensor:
@@ -215,7 +215,7 @@ def test_a_use_that_needs_the_weight_whole_is_refused_by_name(rank):
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-@on_ranks()
+@every_rank()
 def test_a_backward_that_builds_a_graph_is_refused_by_name(rank, world_size):
     module = seeded(Wide)
     onefold.shard(module, offload=Offload(tile=TILE))
@@ -224,7 +224,7 @@ def test_a_backward_that_builds_a_graph_is_refused_by_name(rank, world_size):
         loss.backward(create_graph=True)
 
 
-@on_ranks(2)
+@every_rank(2)
 def test_a_token_out_of_range_is_an_index_error_as_ever(rank):
     module = seeded(Wide)
     onefold.shard(module, offload=Offload(tile=TILE))
@@ -282,7 +282,7 @@ def test_a_disk_that_fails_under_a_tile_is_an_error_on_every_rank(tmp_path, monk
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-@on_ranks()
+@every_rank()
 def test_a_backward_inside_unsharded_is_refused_by_the_name_of_the_tiled_weight(rank, world_size):
     """Inside the block it would have a whole gradient; the run goes on after the block."""
     module = seeded(Wide)

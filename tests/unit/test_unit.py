@@ -19,7 +19,7 @@ from onefold.tier.device import DeviceStore
 from onefold.unit import context as context_module
 from onefold.unit.buffer import Buffer, _own_references
 from onefold.unit.gather import UnitGather
-from tests.support.ranks import on_ranks, run_ranks, seeded
+from tests.support.ranks import every_rank, run_ranks, seeded
 
 WORLDS = pytest.mark.parametrize("world_size", [2, 3, 4])
 SHARDED = pytest.mark.parametrize("stage", [1, 3])
@@ -277,7 +277,7 @@ KEPT: dict[str, Any] = {
 
 @pytest.mark.parametrize("kept", KEPT)
 @SHARDED
-@on_ranks(2)
+@every_rank(2)
 def test_a_gradient_that_a_user_keeps_is_not_overwritten(rank, stage, kept):
     """Its bytes would be those of the next backward. Otherwise they are used again, or freed."""
     module, _ = sharded(stage)

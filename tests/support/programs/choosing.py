@@ -14,11 +14,12 @@ import re
 from collections.abc import Callable, Iterable
 from itertools import combinations
 
+from tests.support.programs.catalogue import POOL
 from tests.support.programs.drawing import Drawn, DrawnLeg, draw
 from tests.support.programs.judging import Judge
 from tests.support.ranks import run_ranks
 
-POOL, NUM_CHOSEN, MOST_REFUSED = 3000, 120, 12
+NUM_CHOSEN, MOST_REFUSED = 120, 12
 
 Pair = tuple[str, str]
 
@@ -63,9 +64,9 @@ def choose_seeds(pool: Iterable[int], number: int, keeps: Callable[[int], bool])
 def run_cost(drawn: Drawn) -> float:
     """Return about how much work it is to judge a program: calls of operations, on all ranks.
 
-    Plain torch runs a lossy program eleven times, an exact one twice (judging.py).
+    Plain torch runs a lossy program eleven times, an exact one six times (judging.py).
     """
-    runs = 11 + 12 * ("Rprop" in drawn.optimizer) if drawn.is_lossy else 2
+    runs = 11 + 12 * ("Rprop" in drawn.optimizer) if drawn.is_lossy else 6
     calls = sum(len(leg.operations) + 1 for leg in drawn.legs)
     calls *= 3 if "LBFGS" in drawn.optimizer else 1
     ranks = sum((len(leg.operations) + 2) * leg.world_size for leg in drawn.legs)

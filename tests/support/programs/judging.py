@@ -24,7 +24,7 @@ from torch import Tensor
 
 from onefold.errors import OnefoldError
 from tests.support.programs.branches import takes_other_branches
-from tests.support.programs.drawing import Drawn, DrawnLeg, draw
+from tests.support.programs.drawing import REDRAWN, Drawn, DrawnLeg, draw
 from tests.support.programs.frame import Value, differences, distance, run_plain, run_rank
 from tests.support.programs.gloo import run_gloo_ranks
 from tests.support.programs.rounding import asks_for_bfloat16, run_noisy, run_wide
@@ -64,22 +64,19 @@ class Judge:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                reference = plain(drawn, NOISY_RUNS if drawn.is_lossy else 0)
+                reference = plain(drawn)
             except Redrawn as error:
                 return Verdict("redrawn", str(error))
             try:
                 got = self._run(drawn)
                 lines = reference.differences(got)
-                if lines:  # four runs with noise may miss what forty show, and none what four show
-                    noisy = 10 * NOISY_RUNS if drawn.is_lossy else NOISY_RUNS
-                    lines = plain(drawn, noisy).differences(got)
+                if lines and drawn.is_lossy:  # four runs with noise may miss what forty show
+                    lines = plain(drawn, 10 * NOISY_RUNS).differences(got)
                 if lines:
                     return Verdict("wrong", "\n".join(lines[:12]))
                 other = sibling(drawn) if compares else None
                 if other is not None:
                     lines = differences(self._run(other), got, {})
-            except Redrawn as error:
-                return Verdict("redrawn", str(error))
             except Exception as error:
                 return self._looked_into(drawn, of_exception(error))
         if lines:
@@ -158,8 +155,8 @@ def name_in(line: str) -> str:
     return re.split(" is | differs by ", line)[0]
 
 
-def plain(drawn: Drawn, num_noisy: int) -> Reference:
-    """Run plain torch: twice, and with noise, which widens the bounds of an exact program alone."""
+def plain(drawn: Drawn, num_noisy: int = NOISY_RUNS) -> Reference:
+    """Run plain torch: twice, and with noise where rounding is asked for."""
     if drawn.is_lossy and any("orthogonal" in block for block in drawn.blocks):
         raise Redrawn("torch's orthogonal weights are not finite in bfloat16")
     noisy, louder, narrow = list[Notes](), list[Notes](), Notes()
@@ -210,10 +207,7 @@ def bound(name: str, value: Tensor, shifted: Value, off: list[float], drawn: Dra
     `off`: how far runs with noise are.
     """
     scale = max(value.abs().max().item(), 1e-2)
-    sensitivity, rounding = (
-        distance(value, shifted),
-        0.0 if drawn.is_lossy else max(off, default=0.0),
-    )
+    sensitivity, rounding = distance(value, shifted), 0.0 if drawn.is_lossy else max(off)
     most = SENSITIVE_LOSSY if drawn.is_lossy else SENSITIVE
     if max(sensitivity, rounding) > most * scale:
         raise Redrawn(f"rounding alone changes {name} by {max(sensitivity, rounding):.3g}")
@@ -271,7 +265,7 @@ def judge_seed(
 ) -> tuple[Drawn, Verdict]:
     """Draw by a seed until plain torch can run the program, and judge it."""
     for attempt in range(20):
-        drawn = draws(seed + attempt * 1_000_003)
+        drawn = draws(seed + attempt * REDRAWN)
         verdict = judge.judge(drawn, compares=seed % 2 == 0)
         if verdict.kind != "redrawn":
             return drawn, verdict
