@@ -85,9 +85,8 @@ def cheap_first(seeds: Iterable[int]) -> list[int]:
     return ordered
 
 
-def runs_through(judge: Judge) -> Callable[[int], bool]:
+def runs_through(judge: Judge, refused: list[int]) -> Callable[[int], bool]:
     """Return a test of seeds: true for one that is right, and for the first refused ones."""
-    refused: list[int] = []
 
     def keeps(seed: int) -> bool:
         kind = judge.judge(draw(seed), compares=seed % 2 == 0).kind
@@ -101,13 +100,16 @@ def runs_through(judge: Judge) -> Callable[[int], bool]:
 
 def main() -> None:
     """Print the module of chosen seeds."""
-    seeds = cheap_first(choose_seeds(range(POOL), NUM_CHOSEN, runs_through(Judge(run_ranks))))
+    refused: list[int] = []
+    seeds = choose_seeds(range(POOL), NUM_CHOSEN, runs_through(Judge(run_ranks), refused))
+    seeds = cheap_first(set(seeds) - set(refused)) + sorted(set(seeds) & set(refused))
     rows = [seeds[at : at + 12] for at in range(0, len(seeds), 12)]
     lines = "".join(f"    {', '.join(map(str, row))},\n" for row in rows)
     sets = (range(60), range(NUM_CHOSEN), seeds, range(POOL))
     counts = [len(covered_pairs(several)) for several in sets]
     print(
-        '"""Seeds of drawn programs that choosing.py took; the first cover most for their cost.\n\n'
+        '"""Seeds of drawn programs that choosing.py took; the first cover most for their cost, the\n'
+        f"last {MOST_REFUSED} are refused.\n\n"
         f"Pairs of values: {counts[0]:,} by the seeds 0-59, {counts[1]:,} by 0-{NUM_CHOSEN - 1}, "
         f"{counts[2]:,} by these,\n{counts[3]:,} by the pool of {POOL:,}. "
         'After a change of the catalogue or of drawing.py, choose again.\n"""\n\n'
