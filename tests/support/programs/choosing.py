@@ -108,8 +108,8 @@ def main() -> None:
     sets = (range(60), range(NUM_CHOSEN), seeds, range(POOL))
     counts = [len(covered_pairs(several)) for several in sets]
     print(
-        '"""Seeds of drawn programs that choosing.py took; the first cover most for their cost, the\n'
-        f"last {MOST_REFUSED} are refused.\n\n"
+        '"""Seeds of drawn programs that choosing.py took; the first cover most for their '
+        f"cost, the\nlast {MOST_REFUSED} are refused.\n\n"
         f"Pairs of values: {counts[0]:,} by the seeds 0-59, {counts[1]:,} by 0-{NUM_CHOSEN - 1}, "
         f"{counts[2]:,} by these,\n{counts[3]:,} by the pool of {POOL:,}. "
         'After a change of the catalogue or of drawing.py, choose again.\n"""\n\n'
