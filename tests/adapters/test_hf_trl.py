@@ -29,10 +29,9 @@ from trl.models.utils import create_reference_model  # noqa: E402
 pytestmark = pytest.mark.process
 
 WORDS = [f"w{i}" for i in range(28)]
-OTHER_WORLD = pytest.mark.seldom(
+IN_BF16 = pytest.mark.again(
     "tests/adapters/test_hf_trl.py::test_sft_has_the_losses_and_norms_of_ddp"
 )
-"""DPO and GRPO run on two ranks, SFT on three, of which all three share the path."""
 
 
 def tokenizer() -> Any:
@@ -100,12 +99,7 @@ def assert_like_ddp(found: dict[Any, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "is_bf16"),
-    [
-        pytest.param(2, False, marks=OTHER_WORLD),
-        pytest.param(2, True, marks=OTHER_WORLD),
-        (3, False),
-    ],
+    ("world_size", "is_bf16"), [pytest.param(2, True, marks=IN_BF16), (3, False)]
 )
 def test_sft_has_the_losses_and_norms_of_ddp(tmp_path, world_size, is_bf16):
     """TRL's default is bf16 by autocast: a tied weight has one bf16 copy, as under DDP.
@@ -164,14 +158,11 @@ def dpo(rank: int, folder: Any, sharded: tuple[int | None, bool], **options: Any
 
 def every_dpo(rank: int, folder: Any) -> Any:
     ways = {None: (None, False), "early": (3, True), "late": (3, False), 2: (2, True)}
-    if torch.distributed.get_world_size() > 2:
-        del ways["late"], ways[2]
     return {name: dpo(rank, folder, way) for name, way in ways.items()}
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=OTHER_WORLD)])
-def test_dpo_with_a_reference_model_in_shards_has_the_losses_of_ddp(tmp_path, world_size):
-    for found in run_forks(world_size, every_dpo, tmp_path):
+def test_dpo_with_a_reference_model_in_shards_has_the_losses_of_ddp(tmp_path):
+    for found in run_forks(2, every_dpo, tmp_path):
         assert_like_ddp(found)
 
 
@@ -362,15 +353,9 @@ def test_a_copy_of_a_sharded_model_is_an_error_that_says_what_to_do():
     run_forks(2, copy_of_a_sharded_model)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "ways"),
-    [
-        (2, [(None, True), (0, True), (2, True), (3, True), (3, False)]),
-        pytest.param(3, [(None, True), (3, True)], marks=OTHER_WORLD),
-    ],
-)
-def test_grpo_generates_the_tokens_and_has_the_losses_of_ddp(world_size, ways, tmp_path):
-    for found in run_forks(world_size, grpo, tmp_path, ways):
+def test_grpo_generates_the_tokens_and_has_the_losses_of_ddp(tmp_path):
+    ways = [(None, True), (0, True), (2, True), (3, True), (3, False)]
+    for found in run_forks(2, grpo, tmp_path, ways):
         wanted, tokens = found[None]
         assert len(tokens) > 2
         for stage, (told, generated) in found.items():

@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor, nn
 
 import onefold
-from tests.support.ranks import run_ranks, seeded
+from tests.support.ranks import every_rank, run_ranks, seeded
 from tests.support.zoo import ROWS, Process, Script, adamw, law_1, run_plain, run_sharded
 
 VOCABULARY, LENGTH = 40, 6
@@ -251,25 +251,22 @@ def test_low_rank_adapters_on_a_frozen_model_train(stage):
     law_1(2, training(build), stages=(stage,), fine_units=stage == 3, relative=2e-6)
 
 
-def test_a_model_saves_and_loads_through_its_own_format(tmp_path):
+@every_rank(2)
+def test_a_model_saves_and_loads_through_its_own_format(rank, tmp_path):
     """From whole weights, which `unsharded` shows."""
-
-    def body(rank: int) -> None:
-        module = seeded(gpt2)
-        optimizer = adamw(module)
-        onefold.shard(module, optimizer, stage=3)
-        loss_of(module)(next(batches(1))).backward()
-        optimizer.step()
-        with onefold.unsharded(module):
-            if rank == 0:
-                module.save_pretrained(tmp_path)
-            module.wanted = {n: p.detach().clone() for n, p in module.named_parameters()}
+    module = seeded(gpt2)
+    optimizer = adamw(module)
+    onefold.shard(module, optimizer, stage=3)
+    loss_of(module)(next(batches(1))).backward()
+    optimizer.step()
+    with onefold.unsharded(module):
         if rank == 0:
-            loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
-            for name, value in loaded.named_parameters():
-                assert torch.equal(value, module.wanted[name]), name
-
-    run_ranks(2, body)
+            module.save_pretrained(tmp_path)
+        module.wanted = {n: p.detach().clone() for n, p in module.named_parameters()}
+    if rank == 0:
+        loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
+        for name, value in loaded.named_parameters():
+            assert torch.equal(value, module.wanted[name]), name
 
 
 def test_one_process_is_what_the_plain_script_is():

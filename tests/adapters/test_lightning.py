@@ -273,7 +273,6 @@ def _parity(stages: list[int], options: dict[str, Any]) -> None:
 CLIPPED = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("world_size", "stages", "options"),
     [

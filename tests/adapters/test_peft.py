@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 import onefold
 from onefold.layout.rows import ALIGN_NUMEL, PIECE_NUMEL, round_up
 from tests.support.hf_ranks import run_forks
-from tests.support.ranks import run_ranks, seeded
+from tests.support.ranks import every_rank, run_ranks, seeded
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -610,20 +610,17 @@ def test_embeddings_are_saved_whole_or_named(tmp_path):
 # the mesh
 
 
-def test_the_axis_of_shards_has_the_name_that_peft_takes_for_whole_features():
+@every_rank(2)
+def test_the_axis_of_shards_has_the_name_that_peft_takes_for_whole_features(rank):
     """`peft.tuners.tuners_utils._get_in_out_features` reads it: another name means local rows."""
-
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-        node = init_device_mesh("cpu", (1, 2), mesh_dim_names=("node", "rank"))
-        for given in (None, mesh, node, dist.group.WORLD):
-            model = seeded(llama)
-            onefold.shard(model, mesh=given)
-            assert model.lm_head.weight.device_mesh.mesh_dim_names == ("fsdp",)
-            found = peft.tuners.tuners_utils._get_in_out_features(model.lm_head)
-            assert found == (32, VOCABULARY)
-
-    run_ranks(2, body)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    node = init_device_mesh("cpu", (1, 2), mesh_dim_names=("node", "rank"))
+    for given in (None, mesh, node, dist.group.WORLD):
+        model = seeded(llama)
+        onefold.shard(model, mesh=given)
+        assert model.lm_head.weight.device_mesh.mesh_dim_names == ("fsdp",)
+        found = peft.tuners.tuners_utils._get_in_out_features(model.lm_head)
+        assert found == (32, VOCABULARY)
 
 
 # mistakes
@@ -642,23 +639,21 @@ def test_adapters_that_differ_between_ranks_are_named_on_every_rank():
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
-def test_an_optimizer_built_before_the_adapters_is_named(order):
-    def body(rank: int) -> None:
-        model = seeded(llama)
-        optimizer = torch.optim.AdamW(model.parameters())
-        expected = pytest.raises(onefold.OnefoldError, match="after adapters were added")
-        if order == "before":
-            model = peft.get_peft_model(model, lora())
-            with expected:
-                onefold.shard(model, optimizer)
-            return
-        onefold.shard(model, optimizer)
+@every_rank(2)
+def test_an_optimizer_built_before_the_adapters_is_named(rank, order):
+    model = seeded(llama)
+    optimizer = torch.optim.AdamW(model.parameters())
+    expected = pytest.raises(onefold.OnefoldError, match="after adapters were added")
+    if order == "before":
         model = peft.get_peft_model(model, lora())
-        model(input_ids=words()[0], labels=words()[0]).loss.backward()
         with expected:
-            optimizer.step()
-
-    run_ranks(2, body)
+            onefold.shard(model, optimizer)
+        return
+    onefold.shard(model, optimizer)
+    model = peft.get_peft_model(model, lora())
+    model(input_ids=words()[0], labels=words()[0]).loss.backward()
+    with expected:
+        optimizer.step()
 
 
 def modules_to_save(model: nn.Module) -> None:

@@ -60,7 +60,6 @@ def test_help_has_at_most_80_columns_there_and_100_elsewhere(
     assert too_wide(capsys.readouterr().out, 80 if terminal == "80" else 100) == []
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize("flags", [
     ("plan", "--ranks", "2", "--mem", "4GiB"),
     ("plan", "--model", "large", "--ranks", "2", "--mem", "4GiB", "--recompute"),

@@ -12,8 +12,6 @@ from onefold.app.cli.main import main
 from tests.support.commands import onefold
 
 STEPS, ROWS = 4, 16
-WITH_OTHERS = pytest.mark.seldom("tests/app/test_train_axes.py::test_losses_are_those_of_one_rank")
-"""The last case there has all axes."""
 
 
 def trained(cwd: Path, *flags: str, steps: int = STEPS) -> Any:
@@ -32,7 +30,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("flags", [
     "--ranks 2 --tp 2 --batch 16",
     "--ranks 3 --cp 3 --batch 16 --stage 2",  # which divides neither 64 positions nor 4 heads
-    pytest.param("--ranks 4 --pp 2 --accumulate 4 --batch 2 --stage 1", marks=WITH_OTHERS),
     "--ranks 8 --tp 2 --pp 2 --cp 2 --accumulate 4 --batch 4 --recompute",
 ])  # fmt: skip
 def test_losses_are_those_of_one_rank(flags, alone, tmp_path):

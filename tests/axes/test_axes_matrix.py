@@ -27,13 +27,11 @@ LIMITS = {torch.float32: 1e-6, torch.float64: 1e-12}
 Case = tuple[Axes, torch.dtype, int]
 
 
-def cases(grid: str) -> list[Case]:
-    """Full: all stages. Rows: in fp32 stage 3 and another one; in fp64 one, on half of the meshes.
+def cases() -> list[Case]:
+    """In fp32 stage 3 and another one; in fp64 one, on half of the meshes.
 
     Of copies of a small mesh each has a stage: ranks make groups together.
     """
-    if grid == "full":
-        return list(itertools.product(MESHES, LIMITS, STAGES))
     return [
         (axes, dtype, stage)
         for number, axes in enumerate(MESHES)
@@ -107,12 +105,12 @@ def measure(
     return Found(place.axes, place.rank("pp"), dtype, stage, grads_off, norm_off, weights_off, bits)
 
 
-def measure_all(rank: int, folder: str, grid: str) -> None:
+def measure_all(rank: int, folder: str) -> None:
     """Copies of a small mesh have a stage each."""
     warnings.simplefilter("error")
     places, found = Places(), list[Found]()
     wanted = {dtype: list(alone(dtype, STEPS)) for dtype in LIMITS}
-    for axes, dtype, stage in cases(grid):
+    for axes, dtype, stage in cases():
         place = places.of(axes)
         if stage % (WORLD // axes.world_size) == place.copy:
             found.append(measure(place, stage, dtype, wanted[dtype]))
@@ -120,17 +118,14 @@ def measure_all(rank: int, folder: str, grid: str) -> None:
     torch.save(found, f"{folder}/{rank}")
 
 
-def test_every_stage_on_every_mesh_is_one_process_and_stages_have_the_same_bits(
-    tmp_path, pytestconfig
-):
-    grid = pytestconfig.getoption("--grid")
-    run_processes(WORLD, measure_all, str(tmp_path), grid, start_method="forkserver")
+def test_every_stage_on_every_mesh_is_one_process_and_stages_have_the_same_bits(tmp_path):
+    run_processes(WORLD, measure_all, str(tmp_path), start_method="forkserver")
     found: list[Found] = [
         each
         for rank in range(WORLD)
         for each in torch.load(tmp_path / str(rank), weights_only=False)
     ]
-    assert len(found) == sum(axes.world_size for axes, _, _ in cases(grid))
+    assert len(found) == sum(axes.world_size for axes, _, _ in cases())
     problems = [problem for each in found for problem in each.problems()]
     bits = defaultdict[tuple[Axes, int, torch.dtype], set[str]](set)
     for each in found:  # tensors are whole: only ranks of the pipeline have others

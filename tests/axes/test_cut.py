@@ -21,7 +21,7 @@ from onefold.compose.parts import Choices
 from onefold.engine.registry import engine_of
 from onefold.layout.cut import cut_of
 from tests.support.planned import is_equal
-from tests.support.ranks import run_processes, run_ranks, seeded
+from tests.support.ranks import every_rank, run_processes, run_ranks, seeded
 from tests.support.training import Job, assert_close, assert_same_bits, run_job, train_plain
 
 NUM_EXPERTS, HIDDEN, WIDTH, NUM_CLASSES = 8, 48, 24, 7
@@ -440,16 +440,14 @@ def test_clipping_by_any_norm_works_beside_a_rank_that_holds_nothing(norm_type):
             torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-9)
 
 
-def test_a_mesh_of_unequal_shares_is_not_taken_for_an_even_one():
-    def body(rank):
-        even, _ = sharded()
-        uneven, _ = sharded((1, 0, 2))
-        for module in (even, uneven, even, uneven):
-            doubled = {n: (p.detach() * 2).full_tensor() for n, p in module.named_parameters()}
-            for name, weight in seeded(Model).named_parameters():
-                assert torch.equal(doubled[name], weight * 2), name
-
-    run_ranks(3, body)
+@every_rank(3)
+def test_a_mesh_of_unequal_shares_is_not_taken_for_an_even_one(rank):
+    even, _ = sharded()
+    uneven, _ = sharded((1, 0, 2))
+    for module in (even, uneven, even, uneven):
+        doubled = {n: (p.detach() * 2).full_tensor() for n, p in module.named_parameters()}
+        for name, weight in seeded(Model).named_parameters():
+            assert torch.equal(doubled[name], weight * 2), name
 
 
 @pytest.mark.parametrize(
@@ -517,15 +515,13 @@ def test_nodes_that_are_replicas_balance_stacked_experts():
             torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-5, msg=name)
 
 
-def test_two_hops_and_tiles_keep_rows():
-    def body(rank):
-        hops, _ = sharded(mesh=init_device_mesh("cpu", (2, 3)), wire="zero++")
-        assert faces_of(hops)["experts.up"].placements == (Shard(0),)
-        tiled = nn.Linear(1024, 8)
-        onefold.shard(tiled, offload=onefold.Offload(tile=4096))
-        assert tiled.weight.placements == (Shard(0),)
-
-    run_ranks(6, body)
+@every_rank(6)
+def test_two_hops_and_tiles_keep_rows(rank):
+    hops, _ = sharded(mesh=init_device_mesh("cpu", (2, 3)), wire="zero++")
+    assert faces_of(hops)["experts.up"].placements == (Shard(0),)
+    tiled = nn.Linear(1024, 8)
+    onefold.shard(tiled, offload=onefold.Offload(tile=4096))
+    assert tiled.weight.placements == (Shard(0),)
 
 
 def in_process(rank: int, shares: tuple[int, ...] | None) -> None:

@@ -22,7 +22,7 @@ from onefold.layout.cut import MAX_IMBALANCE, cut_of
 from onefold.wire import transport
 from tests.support import experts
 from tests.support.experts import Axis
-from tests.support.ranks import run_ranks, seeded
+from tests.support.ranks import every_rank, run_ranks, seeded
 
 MESHES = [(2, 2), (1, 2), (1, 4), (3, 1), (1, 3), (2, 1)]
 
@@ -124,7 +124,8 @@ def test_more_rows_than_a_module_has_parameters_are_no_stack():
     assert unstack(source, {"experts.0.weight"}) is source
 
 
-def test_states_that_do_not_belong_to_one_expert_are_not_cut(tmp_path):
+@every_rank(1)
+def test_states_that_do_not_belong_to_one_expert_are_not_cut(rank, tmp_path):
     def start(is_stacked):
         model = experts.build(is_listed=True)
         if is_stacked:
@@ -133,19 +134,16 @@ def test_states_that_do_not_belong_to_one_expert_are_not_cut(tmp_path):
         onefold.shard(model, optimizer)
         return model, optimizer
 
-    def run(rank):
-        model, optimizer = start(is_stacked=True)
-        experts.loss_of(model, experts.rows_of(0, 1)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        onefold.save(tmp_path / "run", model, optimizer)
-        model, optimizer = start(is_stacked=False)
-        before = {name: p.to_local().clone() for name, p in model.named_parameters()}
-        with pytest.raises(onefold.CheckpointError, match=r"stacked.up.weight.*experts in a list"):
-            onefold.load(tmp_path / "run", model, optimizer)
-        assert all(torch.equal(p.to_local(), before[n]) for n, p in model.named_parameters())
-
-    run_ranks(1, run)
+    model, optimizer = start(is_stacked=True)
+    experts.loss_of(model, experts.rows_of(0, 1)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    onefold.save(tmp_path / "run", model, optimizer)
+    model, optimizer = start(is_stacked=False)
+    before = {name: p.to_local().clone() for name, p in model.named_parameters()}
+    with pytest.raises(onefold.CheckpointError, match=r"stacked.up.weight.*experts in a list"):
+        onefold.load(tmp_path / "run", model, optimizer)
+    assert all(torch.equal(p.to_local(), before[n]) for n, p in model.named_parameters())
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (1, 3)])

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import onefold
 from tests.support import experts
-from tests.support.ranks import run_ranks
+from tests.support.ranks import every_rank, run_ranks
 
 
 def refusals(units: Any, world_size: int = 4, main: Any = None, prepare: Any = None) -> list[str]:
@@ -135,24 +135,22 @@ def test_a_parameter_that_is_tied_to_one_outside_of_its_mesh_is_named():
         assert "parameter 'blocks.0.norm.other' in one unit" in told
 
 
-def test_experts_that_cannot_be_spread_are_refused():
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("expert",))
-        with pytest.raises(onefold.ConfigError, match="an expert for each rank"):
-            onefold.experts.ExpertParallel(experts.StackedExperts(5), mesh)
-        with pytest.raises(onefold.ConfigError, match="a model with stacked experts"):
-            onefold.experts.distribute(nn.Linear(2, 2), mesh)
-        with pytest.raises(onefold.ConfigError, match="a row for each expert"):
-            onefold.experts.ExpertParallel(nn.Linear(2, 2), mesh)
-        with pytest.raises(onefold.ConfigError, match="a mesh of one axis for the expert axis"):
-            two = init_device_mesh("cpu", (2, 2))
-            onefold.experts.ExpertParallel(experts.StackedExperts(), two)
-        with pytest.raises(onefold.ConfigError, match="experts with equal parameters"):
-            onefold.experts.ExpertParallel(
-                nn.ModuleList([nn.Linear(2, width) for width in (1, 2, 1, 1)]), mesh
-            )
-
-    run_ranks(4, body)
+@every_rank(4)
+def test_experts_that_cannot_be_spread_are_refused(rank):
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("expert",))
+    with pytest.raises(onefold.ConfigError, match="an expert for each rank"):
+        onefold.experts.ExpertParallel(experts.StackedExperts(5), mesh)
+    with pytest.raises(onefold.ConfigError, match="a model with stacked experts"):
+        onefold.experts.distribute(nn.Linear(2, 2), mesh)
+    with pytest.raises(onefold.ConfigError, match="a row for each expert"):
+        onefold.experts.ExpertParallel(nn.Linear(2, 2), mesh)
+    with pytest.raises(onefold.ConfigError, match="a mesh of one axis for the expert axis"):
+        two = init_device_mesh("cpu", (2, 2))
+        onefold.experts.ExpertParallel(experts.StackedExperts(), two)
+    with pytest.raises(onefold.ConfigError, match="experts with equal parameters"):
+        onefold.experts.ExpertParallel(
+            nn.ModuleList([nn.Linear(2, width) for width in (1, 2, 1, 1)]), mesh
+        )
 
 
 def _freeze(listed):
@@ -211,13 +209,11 @@ def test_listed_experts_that_differ_in_more_than_values_are_refused_by_name(chan
         onefold.experts.ExpertParallel(listed, None)
 
 
-def test_a_parameter_that_joins_experts_after_shard_is_refused():
-    def body(rank: int) -> None:
-        axis = experts.Axis(1, 2)
-        model, _ = experts.sharded(axis)
-        model.requires_grad_(False)
-        model.blocks[0].experts.late = nn.Parameter(torch.zeros(2, 2, dtype=axis.dtype))
-        with pytest.raises(onefold.ConfigError, match="one that joined a unit with a mesh"):
-            model(experts.rows_of(0, 2))
-
-    run_ranks(2, body)
+@every_rank(2)
+def test_a_parameter_that_joins_experts_after_shard_is_refused(rank):
+    axis = experts.Axis(1, 2)
+    model, _ = experts.sharded(axis)
+    model.requires_grad_(False)
+    model.blocks[0].experts.late = nn.Parameter(torch.zeros(2, 2, dtype=axis.dtype))
+    with pytest.raises(onefold.ConfigError, match="one that joined a unit with a mesh"):
+        model(experts.rows_of(0, 2))

@@ -60,15 +60,13 @@ def accumulated(mesh, precision, order, stage=1):
     return {name: p.grad.full_tensor() / MICROBATCHES for name, p in model.named_parameters()}
 
 
-def stages_of(kind, precision, grid):
-    """Rows: in fp32 stage 3 and one of the others, in bf16 one, in turn. Full: all."""
-    if grid == "full":
-        return [1, 2, 3]
+def stages_of(kind, precision):
+    """In fp32 stage 3 and one of the others, in bf16 one, in turn."""
     number = list(SCHEDULES).index(kind)
     return [1 + number % 2, 3] if precision is None else [1 + number % 3]
 
 
-def every_schedule(mesh, grid):
+def every_schedule(mesh):
     data = rows(mesh["dp"].size())
     wanted = blocks()
     plain_backward(wanted, *data)
@@ -79,7 +77,7 @@ def every_schedule(mesh, grid):
             for reduces in (False, True)
         }
         for kind in SCHEDULES:
-            for stage in stages_of(kind, precision, grid):
+            for stage in stages_of(kind, precision):
                 reduces_each = stage == 2 and kind not in SPLIT
                 bits = sums[-1 if kind == "LoopedBFS" else 1, reduces_each]
                 pipe = Pipe(kind, stage, mesh, precision=precision)
@@ -99,11 +97,9 @@ def every_schedule(mesh, grid):
                 assert (pipe.per_unit(Verb.GATHER), pipe.per_unit(Verb.REDUCE)) == ([1], [1])
 
 
-def test_every_schedule_gives_the_gradients_of_accumulation_and_reduces_as_its_stage_does(
-    pytestconfig,
-):
+def test_every_schedule_gives_the_gradients_of_accumulation_and_reduces_as_its_stage_does():
     """Once a step; at stage 2 in each micro-batch, where backwards are whole."""
-    run(2, 2, every_schedule, pytestconfig.getoption("--grid"))
+    run(2, 2, every_schedule)
 
 
 def in_fp64(mesh):

@@ -102,7 +102,6 @@ def compare(build: Any, batch: dict[str, Tensor], cp: int, *, dp: int = 1, **mor
         assert_close(got, wanted, 2e-6)
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize("build", [llama, gpt2, qwen, mistral])
 @pytest.mark.parametrize("padding", [None, "left", "right"])
 def test_a_causal_model_has_its_loss_and_gradients_with_one_line_more(build, padding):
@@ -123,7 +122,6 @@ def test_documents_packed_into_a_row_stay_apart():
     compare(mistral, batch, 2, dp=2)
 
 
-@pytest.mark.every(2, 1)
 @pytest.mark.parametrize("build", [gpt2, bert])
 @pytest.mark.parametrize("padding", [None, "left", "right"])
 @pytest.mark.parametrize(("length", "cp"), [(12, 4), (13, 3)])

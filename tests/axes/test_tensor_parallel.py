@@ -30,7 +30,7 @@ from onefold.engine.pipelined import Pipeline
 from onefold.engine.registry import engine_of
 from onefold.wire.collectives import Group
 from tests.support.models import VOCAB, Model
-from tests.support.ranks import run_ranks, seeded
+from tests.support.ranks import every_rank, run_ranks, seeded
 
 ROWS, LENGTH = 2, 12  # of one data rank
 Named = dict[str, Tensor]
@@ -310,47 +310,45 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all():
 # the face
 
 
-def test_faces_have_the_global_shape_and_edits_reach_the_shards(tmp_path):
-    def body(rank: int) -> None:
-        run = Run(2, 2)
-        model, wanted = run.model, weights_of(made())
-        assert [tuple(p.shape) for p in model.parameters()] == [
-            tuple(value.shape) for value in wanted.values()
-        ]
-        face = model.blocks[0].down.weight
-        assert face.device_mesh.mesh_dim_names == ("tp", "fsdp")
-        assert face.placements == (Shard(1), Shard(0))
-        check_equal(weights_of(model), wanted)
-        state = onefold.full_state_dict(model)
-        assert state.keys() == (wanted.keys() if rank == 0 else set())
-        check_equal(state, wanted if rank == 0 else {})
-        with onefold.unsharded(model, writeback=True):
-            inside = model.blocks[0].down.weight
-            assert inside.placements == (Shard(1),)
-            assert torch.equal(inside.full_tensor(), wanted["blocks.0.down.weight"])
-            loss_of(model, rows(0, 2)[run.rank])
-            with torch.no_grad():
-                inside.mul_(2)
-        wanted["blocks.0.down.weight"] *= 2
-        check_equal(weights_of(model), wanted)
-        average = onefold.ema(model, decay=0.5)
-        run.train(1)
-        average.update()
-        with average.applied():
-            found = weights_of(model)
-        check_close(found, weights_of(model), 0.1)
-        # other libraries' checkpoints
-        saved = {name: value.detach().clone() for name, value in model.state_dict().items()}
-        trained_to = weights_of(model)
-        dcp.save(saved, checkpoint_id=tmp_path / "dcp")
-        model.load_state_dict(wanted)
-        check_equal(weights_of(model), wanted)
-        into = model.state_dict()
-        dcp.load(into, checkpoint_id=tmp_path / "dcp")
-        model.load_state_dict(into)
-        check_equal(weights_of(model), trained_to)
-
-    run_ranks(4, body)
+@every_rank(4)
+def test_faces_have_the_global_shape_and_edits_reach_the_shards(rank, tmp_path):
+    run = Run(2, 2)
+    model, wanted = run.model, weights_of(made())
+    assert [tuple(p.shape) for p in model.parameters()] == [
+        tuple(value.shape) for value in wanted.values()
+    ]
+    face = model.blocks[0].down.weight
+    assert face.device_mesh.mesh_dim_names == ("tp", "fsdp")
+    assert face.placements == (Shard(1), Shard(0))
+    check_equal(weights_of(model), wanted)
+    state = onefold.full_state_dict(model)
+    assert state.keys() == (wanted.keys() if rank == 0 else set())
+    check_equal(state, wanted if rank == 0 else {})
+    with onefold.unsharded(model, writeback=True):
+        inside = model.blocks[0].down.weight
+        assert inside.placements == (Shard(1),)
+        assert torch.equal(inside.full_tensor(), wanted["blocks.0.down.weight"])
+        loss_of(model, rows(0, 2)[run.rank])
+        with torch.no_grad():
+            inside.mul_(2)
+    wanted["blocks.0.down.weight"] *= 2
+    check_equal(weights_of(model), wanted)
+    average = onefold.ema(model, decay=0.5)
+    run.train(1)
+    average.update()
+    with average.applied():
+        found = weights_of(model)
+    check_close(found, weights_of(model), 0.1)
+    # other libraries' checkpoints
+    saved = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    trained_to = weights_of(model)
+    dcp.save(saved, checkpoint_id=tmp_path / "dcp")
+    model.load_state_dict(wanted)
+    check_equal(weights_of(model), wanted)
+    into = model.state_dict()
+    dcp.load(into, checkpoint_id=tmp_path / "dcp")
+    model.load_state_dict(into)
+    check_equal(weights_of(model), trained_to)
 
 
 def _read_stale(rank: int) -> list[str]:

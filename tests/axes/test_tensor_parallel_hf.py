@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import onefold
 from onefold.compose.cut_axes import HOOKED
 from tests.axes.test_tensor_parallel import check_close, grads_of, weights_of
-from tests.support.ranks import run_ranks, seeded
+from tests.support.ranks import every_rank, run_ranks, seeded
 
 pytest.importorskip("transformers")
 
@@ -93,18 +93,15 @@ def test_a_model_that_transformers_has_cut_trains_as_in_one_process(kind):
             assert (evaluated - logits).abs().max() < 1e-10
 
 
-def test_transformers_still_marks_the_modules_of_its_plans():
+@every_rank(2)
+def test_transformers_still_marks_the_modules_of_its_plans(rank):
     """`compose/cut_axes.py` accepts plain parameters only on such a model.
 
     If this fails, plain norms of a model that transformers has cut are refused, with a message that
     names one: look for the new mark in transformers/distributed/tensor_parallel.py.
     """
-
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-        model = build("Llama")
-        cut(model, mesh["tp"])
-        assert model.model.layers[0].mlp.up_proj.__dict__[HOOKED] is True
-        assert not isinstance(model.model.norm.weight, DTensor)
-
-    run_ranks(2, body)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = build("Llama")
+    cut(model, mesh["tp"])
+    assert model.model.layers[0].mlp.up_proj.__dict__[HOOKED] is True
+    assert not isinstance(model.model.norm.weight, DTensor)

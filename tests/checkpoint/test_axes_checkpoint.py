@@ -89,7 +89,6 @@ def test_a_run_goes_on_from_any_placement_in_any_other(stage, secondary, tmp_pat
         close(run_ranks(4, resume, None, 3, None)[0], wanted)
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("shape", "stage", "secondary"),
     [((2, 2), *place) for place in PLACES] + [((3, 2), 3, "gradients"), ((3, 2), 1, "optimizer")],

@@ -19,7 +19,7 @@ from onefold.engine import blocks
 from onefold.engine.behaviour import behaviour_of
 from onefold.engine.registry import engine_of
 from onefold.errors import ConfigError
-from tests.support.ranks import run_ranks, seeded
+from tests.support.ranks import every_rank, run_ranks, seeded
 from tests.support.zoo import whole
 
 
@@ -420,29 +420,27 @@ def test_at_stage_0_every_rank_steps_all_parameters_as_plain_torch_does(make, wo
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("make", [lbfgs, *COUPLED, Langevin])
-def test_where_ranks_step_different_parameters_it_is_refused_before_anything_changes(make, stage):
-    def body(rank):
-        module = seeded(build)
-        optimizer = make(module.parameters())
-        before = list(module.parameters())
-        name = type(optimizer).__name__
-        with pytest.raises(onefold.ConfigError, match=rf"{name}[^$]*hint: use stage=0"):
-            onefold.shard(module, optimizer, stage=stage)
-        assert all(a is b for a, b in zip(before, module.parameters(), strict=True))
-        onefold.shard(module, optimizer, stage=0)  # as the hint says
+@every_rank(3)
+def test_where_ranks_step_different_parameters_it_is_refused_before_anything_changes(
+    rank, make, stage
+):
+    module = seeded(build)
+    optimizer = make(module.parameters())
+    before = list(module.parameters())
+    name = type(optimizer).__name__
+    with pytest.raises(onefold.ConfigError, match=rf"{name}[^$]*hint: use stage=0"):
+        onefold.shard(module, optimizer, stage=stage)
+    assert all(a is b for a, b in zip(before, module.parameters(), strict=True))
+    onefold.shard(module, optimizer, stage=0)  # as the hint says
 
-    run_ranks(3, body)
 
-
-def test_it_is_refused_at_its_first_step_where_it_was_built_after_shard():
-    def body(rank):
-        module = onefold.shard(seeded(build), stage=3)
-        optimizer = Clipped(module.parameters())
-        module(data()[0]).sum().backward()
-        with pytest.raises(onefold.ConfigError, match="Clipped"):
-            optimizer.step()
-
-    run_ranks(2, body)
+@every_rank(2)
+def test_it_is_refused_at_its_first_step_where_it_was_built_after_shard(rank):
+    module = onefold.shard(seeded(build), stage=3)
+    optimizer = Clipped(module.parameters())
+    module(data()[0]).sum().backward()
+    with pytest.raises(onefold.ConfigError, match="Clipped"):
+        optimizer.step()
 
 
 KINDS = {
@@ -589,54 +587,48 @@ def test_sums_cost_a_few_bytes_a_step_and_states_are_cut_as_those_of_adam(make):
 
 @pytest.mark.parametrize("make", SUMS)
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (3, 1), (3, 3)])
-def test_states_of_a_class_coupled_by_sums_are_predicted(make, world_size, stage):
-    def body(rank):
-        module = seeded(lambda: nn.Sequential(nn.Linear(300, 240), nn.Linear(240, 300)))
-        optimizer = make(module.parameters())
-        onefold.shard(module, optimizer, stage=stage)
-        module(torch.ones(2, 300)).square().sum().backward()
-        optimizer.step()
-        report = onefold.report(module)
-        wanted = report.predicted["optimizer"]
-        assert wanted > 0
-        assert report.nbytes("optimizer") == pytest.approx(wanted, rel=0.01)
-
-    run_ranks(world_size, body)
+@every_rank()
+def test_states_of_a_class_coupled_by_sums_are_predicted(rank, make, world_size, stage):
+    module = seeded(lambda: nn.Sequential(nn.Linear(300, 240), nn.Linear(240, 300)))
+    optimizer = make(module.parameters())
+    onefold.shard(module, optimizer, stage=stage)
+    module(torch.ones(2, 300)).square().sum().backward()
+    optimizer.step()
+    report = onefold.report(module)
+    wanted = report.predicted["optimizer"]
+    assert wanted > 0
+    assert report.nbytes("optimizer") == pytest.approx(wanted, rel=0.01)
 
 
-def test_a_report_counts_the_lists_of_lbfgs():
-    def body(rank):
-        module = seeded(build)
-        optimizer = lbfgs(module.parameters())
-        onefold.shard(module, optimizer, stage=0)
+@every_rank(2)
+def test_a_report_counts_the_lists_of_lbfgs(rank):
+    module = seeded(build)
+    optimizer = lbfgs(module.parameters())
+    onefold.shard(module, optimizer, stage=0)
 
-        def closure():
-            optimizer.zero_grad()
-            loss = (module(data()[0]) - data()[1]).pow(2).mean()
-            loss.backward()
-            return loss
+    def closure():
+        optimizer.zero_grad()
+        loss = (module(data()[0]) - data()[1]).pow(2).mean()
+        loss.backward()
+        return loss
 
-        optimizer.step(closure)
-        state = next(iter(optimizer.state.values()))
-        tensors = [*state["old_dirs"], *state["old_stps"], state["d"], state["prev_flat_grad"]]
-        assert len(tensors) > 3
-        assert onefold.report(module).nbytes("optimizer") >= sum(t.nbytes for t in tensors)
-
-    run_ranks(2, body)
+    optimizer.step(closure)
+    state = next(iter(optimizer.state.values()))
+    tensors = [*state["old_dirs"], *state["old_stps"], state["d"], state["prev_flat_grad"]]
+    assert len(tensors) > 3
+    assert onefold.report(module).nbytes("optimizer") >= sum(t.nbytes for t in tensors)
 
 
 def rows_of(module):
     return [unit.stepped for unit in engine_of(module).units]
 
 
-def test_a_parameter_without_dimensions_would_be_summed_on_every_rank_and_is_refused():
-    def body(rank):
-        module = seeded(build)
-        module.scale = nn.Parameter(torch.ones(()))
-        with pytest.raises(onefold.ConfigError, match="without dimensions"):
-            onefold.shard(module, DAdapted(module.parameters()), stage=3)
-
-    run_ranks(2, body)
+@every_rank(2)
+def test_a_parameter_without_dimensions_would_be_summed_on_every_rank_and_is_refused(rank):
+    module = seeded(build)
+    module.scale = nn.Parameter(torch.ones(()))
+    with pytest.raises(onefold.ConfigError, match="without dimensions"):
+        onefold.shard(module, DAdapted(module.parameters()), stage=3)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -735,13 +727,11 @@ def test_narrow_weights_are_swapped_in_their_masters_and_come_back(make, world_s
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_whole_parameters_that_a_class_swaps_for_evaluation_are_refused_above_stage_0():
-    def body(rank):
-        module = seeded(build)
-        with pytest.raises(onefold.ConfigError, match=r"MatrixAverage[^$]*eval\(\)"):
-            onefold.shard(module, MatrixAverage(module.parameters()), stage=1)
-
-    run_ranks(2, body)
+@every_rank(2)
+def test_whole_parameters_that_a_class_swaps_for_evaluation_are_refused_above_stage_0(rank):
+    module = seeded(build)
+    with pytest.raises(onefold.ConfigError, match=r"MatrixAverage[^$]*eval\(\)"):
+        onefold.shard(module, MatrixAverage(module.parameters()), stage=1)
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -842,13 +832,11 @@ class Curved(Optimizer):
 
 
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (3, 1)])
-def test_a_class_that_differentiates_gradients_is_refused_by_name(world_size, stage):
-    def body(rank):
-        module = seeded(build)
-        with pytest.raises(onefold.ConfigError, match="Curved, which differentiates gradients"):
-            onefold.shard(module, Curved(module.parameters()), stage=stage)
-
-    run_ranks(world_size, body)
+@every_rank()
+def test_a_class_that_differentiates_gradients_is_refused_by_name(rank, world_size, stage):
+    module = seeded(build)
+    with pytest.raises(onefold.ConfigError, match="Curved, which differentiates gradients"):
+        onefold.shard(module, Curved(module.parameters()), stage=stage)
 
 
 class Elsewhere(OfModel):
@@ -862,32 +850,28 @@ class Elsewhere(OfModel):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_closure_evaluated_at_other_weights_is_an_error_where_no_probe_has_seen_it(stage):
-    def body(rank):
-        module = seeded(build)
-        optimizer = Elsewhere(module, named={})
-        onefold.shard(module, optimizer, stage=stage)
+@every_rank(2)
+def test_a_closure_evaluated_at_other_weights_is_an_error_where_no_probe_has_seen_it(rank, stage):
+    module = seeded(build)
+    optimizer = Elsewhere(module, named={})
+    onefold.shard(module, optimizer, stage=stage)
 
-        def closure():
-            module(data()[0]).sum().backward()
+    def closure():
+        module(data()[0]).sum().backward()
 
-        with pytest.raises(onefold.StateError, match="Elsewhere, which evaluates it at others"):
-            optimizer.step(closure)
-
-    run_ranks(2, body)
+    with pytest.raises(onefold.StateError, match="Elsewhere, which evaluates it at others"):
+        optimizer.step(closure)
 
 
 @pytest.mark.parametrize("make", [Counting, Clipped, DAdapted, Decayed, Seeded])
-def test_states_that_cannot_be_stepped_in_blocks_are_refused_before_anything_changes(make):
-    def body(rank):
-        module = seeded(build)
-        optimizer = make(module.parameters())
-        before = list(module.parameters())
-        with pytest.raises(onefold.ConfigError, match=make.__name__):
-            onefold.shard(module, optimizer, stage=3, offload="cpu")
-        assert all(a is b for a, b in zip(before, module.parameters(), strict=True))
-
-    run_ranks(2, body)
+@every_rank(2)
+def test_states_that_cannot_be_stepped_in_blocks_are_refused_before_anything_changes(rank, make):
+    module = seeded(build)
+    optimizer = make(module.parameters())
+    before = list(module.parameters())
+    with pytest.raises(onefold.ConfigError, match=make.__name__):
+        onefold.shard(module, optimizer, stage=3, offload="cpu")
+    assert all(a is b for a, b in zip(before, module.parameters(), strict=True))
 
 
 def test_offloaded_states_of_complex_parameters_are_refused():
@@ -1053,18 +1037,18 @@ def test_a_probe_leaves_the_optimizer_and_the_generator_as_they_are_and_runs_onc
 
 @pytest.mark.parametrize("make", [Dealing, ListDealing, OfModelDealing])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_an_optimizer_that_sends_messages_is_refused_where_ranks_step_different_rows(stage, make):
-    def body(rank):
-        module = seeded(build)
-        name, sent = make.__name__, "all_reduce" if make is OfModelDealing else "broadcast"
-        if make is OfModelDealing:
-            optimizer = make(module, named={})
-        else:
-            optimizer = make(list(module.parameters()), lr=0.1)
-        with pytest.raises(onefold.ConfigError, match=rf"{name}, which calls {sent}[^$]*stage=0"):
-            onefold.shard(module, optimizer, stage=stage)
-
-    run_ranks(3, body)
+@every_rank(3)
+def test_an_optimizer_that_sends_messages_is_refused_where_ranks_step_different_rows(
+    rank, stage, make
+):
+    module = seeded(build)
+    name, sent = make.__name__, "all_reduce" if make is OfModelDealing else "broadcast"
+    if make is OfModelDealing:
+        optimizer = make(module, named={})
+    else:
+        optimizer = make(list(module.parameters()), lr=0.1)
+    with pytest.raises(onefold.ConfigError, match=rf"{name}, which calls {sent}[^$]*stage=0"):
+        onefold.shard(module, optimizer, stage=stage)
 
 
 def test_an_optimizer_that_needs_a_process_group_sends_messages():
@@ -1124,18 +1108,16 @@ def test_a_probe_without_memory_tells_nothing_of_the_class():
         onefold.shard(module, Hungry(module.parameters()))
 
 
-def test_a_probe_without_memory_on_one_rank_is_an_error_on_all():
-    def body(rank):
-        class Hungry(torch.optim.SGD):
-            def step(self, closure=None):
-                if rank == 1:
-                    raise MemoryError("no memory")
+@every_rank(3)
+def test_a_probe_without_memory_on_one_rank_is_an_error_on_all(rank):
+    class Hungry(torch.optim.SGD):
+        def step(self, closure=None):
+            if rank == 1:
+                raise MemoryError("no memory")
 
-        module = seeded(nn.Linear, 8, 8)
-        with pytest.raises((MemoryError, ConfigError), match="no memory"):
-            onefold.shard(module, Hungry(module.parameters()))
-
-    run_ranks(3, body)
+    module = seeded(nn.Linear, 8, 8)
+    with pytest.raises((MemoryError, ConfigError), match="no memory"):
+        onefold.shard(module, Hungry(module.parameters()))
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

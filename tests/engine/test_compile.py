@@ -29,7 +29,7 @@ from onefold.planner.trace import tokens_of, trace
 from onefold.wire.collectives import Group
 from onefold.wire.world import World
 from tests.support.models import VOCAB, WIDTH, Block, Model, next_token_loss, token_batches
-from tests.support.ranks import run_ranks, seeded
+from tests.support.ranks import every_rank, run_ranks, seeded
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
@@ -177,7 +177,6 @@ def test_any_number_of_ranks_trains_alike(ranks):
     same(ranks, small, units, "aot_eager", stage=3)
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("how", "options"),
     [
@@ -209,7 +208,6 @@ def test_recompute_inside_and_around_units_changes_nothing(how, use_reentrant):
     same(2, lambda: Straight(use_reentrant), how, "eager")
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("build", "backend", "options"),
     [
@@ -327,35 +325,33 @@ def test_a_compiled_training_step_ends_its_graphs_at_the_engine(stage):
     assert run_ranks(2, whole_step, torch.compile(backend="eager"), stage) == wanted
 
 
-def test_public_functions_take_the_compiled_module(tmp_path):
-    def body(rank):
-        module = seeded(Model)
-        compiled = torch.compile(module, backend="eager")
-        optimizer = torch.optim.AdamW(module.parameters())
-        assert onefold.shard(compiled, optimizer, stage=3) is compiled
-        average = onefold.ema(compiled)
-        with onefold.accumulate(compiled), onefold.record(compiled):
-            next_token_loss(compiled, token_batches()[0]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        average.update()
-        assert onefold.report(compiled).stage == 3
-        names = list(onefold.full_state_dict(compiled, rank0_only=False))
-        assert names == list(module.state_dict())
-        onefold.save(tmp_path / "step-1", compiled, optimizer)
-        onefold.load(tmp_path / "step-1", module, optimizer)
-        onefold.save_pretrained(compiled, tmp_path / "weights")
-        assert onefold.load_pretrained(compiled, tmp_path / "weights") is compiled
-        with torch.no_grad():
-            sharded = compiled(token_batches()[0])
-            with onefold.unsharded(compiled):
-                assert torch.equal(compiled(token_batches()[0]), sharded)
-            with average.applied():
-                assert torch.equal(compiled(token_batches()[0]), sharded)
-        with pytest.raises(onefold.ConfigError, match="not sharded yet"):
-            onefold.shard(compiled)
-
-    run_ranks(2, body)
+@every_rank(2)
+def test_public_functions_take_the_compiled_module(rank, tmp_path):
+    module = seeded(Model)
+    compiled = torch.compile(module, backend="eager")
+    optimizer = torch.optim.AdamW(module.parameters())
+    assert onefold.shard(compiled, optimizer, stage=3) is compiled
+    average = onefold.ema(compiled)
+    with onefold.accumulate(compiled), onefold.record(compiled):
+        next_token_loss(compiled, token_batches()[0]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    average.update()
+    assert onefold.report(compiled).stage == 3
+    names = list(onefold.full_state_dict(compiled, rank0_only=False))
+    assert names == list(module.state_dict())
+    onefold.save(tmp_path / "step-1", compiled, optimizer)
+    onefold.load(tmp_path / "step-1", module, optimizer)
+    onefold.save_pretrained(compiled, tmp_path / "weights")
+    assert onefold.load_pretrained(compiled, tmp_path / "weights") is compiled
+    with torch.no_grad():
+        sharded = compiled(token_batches()[0])
+        with onefold.unsharded(compiled):
+            assert torch.equal(compiled(token_batches()[0]), sharded)
+        with average.applied():
+            assert torch.equal(compiled(token_batches()[0]), sharded)
+    with pytest.raises(onefold.ConfigError, match="not sharded yet"):
+        onefold.shard(compiled)
 
 
 def test_a_plan_sees_the_module_behind_its_compiled_form():
@@ -369,20 +365,18 @@ def test_a_plan_sees_the_module_behind_its_compiled_form():
         assert [unit.name for unit in found.units] == [unit.name for unit in wanted.units]
 
 
-def test_graphs_do_not_keep_a_deleted_module():
-    def body(rank):
-        module = seeded(Model)
-        onefold.shard(module, stage=3)
-        runs = torch.compile(units(module, backend="aot_eager"), backend="aot_eager")
-        next_token_loss(runs, token_batches()[0]).backward()
-        engine = weakref.ref(engine_of(module))
-        ledger = engine_of(module).ledger
-        del module, runs
-        gc.collect()
-        assert engine() is None
-        assert sum(usage.now for usage in ledger.usage.values()) == 0
-
-    run_ranks(1, body)
+@every_rank(1)
+def test_graphs_do_not_keep_a_deleted_module(rank):
+    module = seeded(Model)
+    onefold.shard(module, stage=3)
+    runs = torch.compile(units(module, backend="aot_eager"), backend="aot_eager")
+    next_token_loss(runs, token_batches()[0]).backward()
+    engine = weakref.ref(engine_of(module))
+    ledger = engine_of(module).ledger
+    del module, runs
+    gc.collect()
+    assert engine() is None
+    assert sum(usage.now for usage in ledger.usage.values()) == 0
 
 
 # inductor
@@ -414,7 +408,7 @@ def job(tmp_path):
     return Job(model="tests.app.test_training:unseeded_gpt", compile=True, **options)
 
 
-@pytest.mark.seldom("tests/engine/test_compile.py::test_inductor_agrees_to_a_hundred_thousandth")
+@pytest.mark.again("tests/engine/test_compile.py::test_compiled_losses_equal_uncompiled_ones")
 def test_a_compiled_run_has_the_losses_of_an_uncompiled_one(job, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[2])
     one = World(Group.of(None), torch.device("cpu"))

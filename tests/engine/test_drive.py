@@ -18,7 +18,7 @@ from onefold.engine.run_facts import Course, RunFacts
 from onefold.engine.schedule import Schedule
 from onefold.planner.replay import Replay, plain_events
 from onefold.recipe import Recipe
-from tests.support.ranks import run_ranks, seeded
+from tests.support.ranks import every_rank, seeded
 
 NUM_UNITS = 4
 
@@ -73,24 +73,21 @@ def test_a_plan_drives_a_stage_by_the_values_of_the_pipelines_driver(window, def
     assert planned.seen == run.seen
 
 
-def test_a_driver_that_ends_takes_back_its_own_choices_alone():
+@every_rank(3)
+def test_a_driver_that_ends_takes_back_its_own_choices_alone(rank):
     """Training ends `generating`; a block of `accumulate` around it does not bring that back."""
-
-    def body(rank: int) -> None:
-        module = onefold.shard(seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))))
-        schedule = engine_of(module).schedule
-        with onefold.generating(module):
-            assert schedule.driven == Drive(keeps=frozenset(range(len(schedule.units))))
-            with onefold.accumulate(module):
-                assert schedule.driven.accumulates
-                assert schedule.driven.keeps
-                module(torch.ones(2, 4)).sum().backward()
-            assert schedule.driven == Drive()
-        with onefold.accumulate(module), onefold.unsharded(module):
-            assert schedule.driven == Drive(accumulates=True, is_suspended=True)
+    module = onefold.shard(seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))))
+    schedule = engine_of(module).schedule
+    with onefold.generating(module):
+        assert schedule.driven == Drive(keeps=frozenset(range(len(schedule.units))))
+        with onefold.accumulate(module):
+            assert schedule.driven.accumulates
+            assert schedule.driven.keeps
+            module(torch.ones(2, 4)).sum().backward()
         assert schedule.driven == Drive()
-
-    run_ranks(3, body)
+    with onefold.accumulate(module), onefold.unsharded(module):
+        assert schedule.driven == Drive(accumulates=True, is_suspended=True)
+    assert schedule.driven == Drive()
 
 
 def test_a_run_under_several_shares_predicts_the_highest_peaks_of_all():
@@ -110,34 +107,31 @@ def test_a_run_under_several_shares_predicts_the_highest_peaks_of_all():
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_step_that_fails_leaves_the_next_one_to_its_own_caller(stage):
+@every_rank(3)
+def test_a_step_that_fails_leaves_the_next_one_to_its_own_caller(rank, stage):
     """`accumulate` around a pipeline's step that fails says nothing about the step after it."""
+    module = onefold.shard(seeded(lambda: nn.Linear(4, 4)), stage=stage)
+    driver = StageDriver(engine_of(module), frozenset(), splits=False)
 
-    def body(rank: int) -> None:
-        module = onefold.shard(seeded(lambda: nn.Linear(4, 4)), stage=stage)
-        driver = StageDriver(engine_of(module), frozenset(), splits=False)
+    def step(*, fails: bool = False) -> bool:
+        driver.begin(trains=True)
+        with driver.backward():
+            loss = module(torch.ones(2, 4)).sum()
+            if fails:
+                raise ZeroDivisionError
+            loss.backward()
+        return driver.end(reduces=True)
 
-        def step(*, fails: bool = False) -> bool:
-            driver.begin(trains=True)
-            with driver.backward():
-                loss = module(torch.ones(2, 4)).sum()
-                if fails:
-                    raise ZeroDivisionError
-                loss.backward()
-            return driver.end(reduces=True)
-
-        with pytest.raises(ZeroDivisionError), onefold.accumulate(module):
-            step(fails=True)
-        assert step(), "outside of accumulate it is reduced"
-        driver.finish()
-        assert torch.equal(module.weight.grad.full_tensor(), torch.full((4, 4), 2.0))
-        module.zero_grad()
-        with pytest.raises(ZeroDivisionError):
-            step(fails=True)
-        with onefold.accumulate(module):
-            assert not step(), "inside accumulate it rests"
-        assert step()
-        driver.finish()
-        assert torch.equal(module.weight.grad.full_tensor(), torch.full((4, 4), 4.0))
-
-    run_ranks(3, body)
+    with pytest.raises(ZeroDivisionError), onefold.accumulate(module):
+        step(fails=True)
+    assert step(), "outside of accumulate it is reduced"
+    driver.finish()
+    assert torch.equal(module.weight.grad.full_tensor(), torch.full((4, 4), 2.0))
+    module.zero_grad()
+    with pytest.raises(ZeroDivisionError):
+        step(fails=True)
+    with onefold.accumulate(module):
+        assert not step(), "inside accumulate it rests"
+    assert step()
+    driver.finish()
+    assert torch.equal(module.weight.grad.full_tensor(), torch.full((4, 4), 4.0))

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import onefold
 from onefold.engine.registry import engine_of
 from tests.support.models import Model, next_token_loss, token_batches
-from tests.support.ranks import run_ranks, seeded
+from tests.support.ranks import every_rank, run_ranks, seeded
 
 DECAY = 0.9
 
@@ -99,25 +99,23 @@ def bits(module):
 
 
 @each_choice(0)
-def test_it_averages_what_the_optimizer_steps_as_torch_does(world_size, choices, tmp_path):
-    def body(rank):
-        module, optimizer = ready(choices, tmp_path)
-        average = onefold.ema(module, decay=DECAY)
-        plain = seeded(Model)  # fp32, and fed with the very values that are stepped
+@every_rank()
+def test_it_averages_what_the_optimizer_steps_as_torch_does(rank, world_size, choices, tmp_path):
+    module, optimizer = ready(choices, tmp_path)
+    average = onefold.ema(module, decay=DECAY)
+    plain = seeded(Model)  # fp32, and fed with the very values that are stepped
+    plain.load_state_dict(masters(module))
+    theirs = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    for batch in token_batches(4):
+        step(module, optimizer, own_batch(rank, world_size, batch))
+        average.update()
         plain.load_state_dict(masters(module))
-        theirs = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
-        for batch in token_batches(4):
-            step(module, optimizer, own_batch(rank, world_size, batch))
-            average.update()
-            plain.load_state_dict(masters(module))
-            theirs.update_parameters(plain)
-        mine = averages(average)
-        assert average.num_updates == 4
-        for name, value in theirs.module.named_parameters():
-            assert mine[name].dtype is torch.float32
-            torch.testing.assert_close(mine[name], value.detach(), rtol=1e-6, atol=1e-7)
-
-    run_ranks(world_size, body)
+        theirs.update_parameters(plain)
+    mine = averages(average)
+    assert average.num_updates == 4
+    for name, value in theirs.module.named_parameters():
+        assert mine[name].dtype is torch.float32
+        torch.testing.assert_close(mine[name], value.detach(), rtol=1e-6, atol=1e-7)
 
 
 @worlds
@@ -148,48 +146,43 @@ def test_it_is_the_average_of_a_plain_run(world_size, stage):
     run_ranks(world_size, body)
 
 
-@pytest.mark.every(2)
 @each_choice(2)
-def test_the_block_leaves_every_bit_and_the_run_as_it_was(world_size, choices, tmp_path):
-    def body(rank):
-        losses = []
-        for is_averaged in (False, True):
-            module, optimizer = ready(choices, tmp_path)
-            average = onefold.ema(module, decay=DECAY) if is_averaged else None
-            losses.append([])
-            for batch in token_batches(4):
-                mine = own_batch(rank, world_size, batch)
-                step(module, optimizer, mine)
-                if average is not None:
-                    average.update()
-                    before = bits(module)
-                    with average.applied(), torch.no_grad():
-                        shown = masters(module)
-                        for name, value in averages(average).items():
-                            assert torch.equal(shown[name], value), name
-                        next_token_loss(module, mine)
-                    after = bits(module)
-                    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
-                with torch.no_grad():
-                    losses[-1].append(next_token_loss(module, mine).item())
-        assert losses[0] == losses[1]
-
-    run_ranks(world_size, body)
+@every_rank()
+def test_the_block_leaves_every_bit_and_the_run_as_it_was(rank, world_size, choices, tmp_path):
+    losses = []
+    for is_averaged in (False, True):
+        module, optimizer = ready(choices, tmp_path)
+        average = onefold.ema(module, decay=DECAY) if is_averaged else None
+        losses.append([])
+        for batch in token_batches(4):
+            mine = own_batch(rank, world_size, batch)
+            step(module, optimizer, mine)
+            if average is not None:
+                average.update()
+                before = bits(module)
+                with average.applied(), torch.no_grad():
+                    shown = masters(module)
+                    for name, value in averages(average).items():
+                        assert torch.equal(shown[name], value), name
+                    next_token_loss(module, mine)
+                after = bits(module)
+                assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+            with torch.no_grad():
+                losses[-1].append(next_token_loss(module, mine).item())
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_an_exception_in_the_block_brings_the_weights_back(stage):
-    def body(rank):
-        module, optimizer = ready({"stage": stage, "dtype": torch.bfloat16})
-        average = onefold.ema(module, decay=DECAY)
-        step(module, optimizer, token_batches(1)[0])
-        before = bits(module)
-        with pytest.raises(ValueError, match="mine"), average.applied():
-            raise ValueError("mine")
-        assert all(torch.equal(a, b) for a, b in zip(bits(module), before, strict=True))
-        step(module, optimizer, token_batches(1)[0])
-
-    run_ranks(2, body)
+@every_rank(2)
+def test_an_exception_in_the_block_brings_the_weights_back(rank, stage):
+    module, optimizer = ready({"stage": stage, "dtype": torch.bfloat16})
+    average = onefold.ema(module, decay=DECAY)
+    step(module, optimizer, token_batches(1)[0])
+    before = bits(module)
+    with pytest.raises(ValueError, match="mine"), average.applied():
+        raise ValueError("mine")
+    assert all(torch.equal(a, b) for a, b in zip(bits(module), before, strict=True))
+    step(module, optimizer, token_batches(1)[0])
 
 
 @pytest.mark.parametrize(("saving", "loading"), [(2, 3), (3, 2), (2, 1)])
@@ -267,14 +260,12 @@ def test_save_and_load_keep_it_over_uneven_shares(saving, tmp_path):
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_extra_holds_no_shards_as_they_would_not_reshard(tmp_path):
-    def body(rank):
-        module, average = averaged()
-        with pytest.raises(onefold.CheckpointError, match=r"averages of onefold\.ema"):
-            onefold.save(tmp_path / "run", module, extra={"ema": average})
-        assert not (tmp_path / "run").exists()
-
-    run_ranks(2, body)
+@every_rank(2)
+def test_extra_holds_no_shards_as_they_would_not_reshard(rank, tmp_path):
+    module, average = averaged()
+    with pytest.raises(onefold.CheckpointError, match=r"averages of onefold\.ema"):
+        onefold.save(tmp_path / "run", module, extra={"ema": average})
+    assert not (tmp_path / "run").exists()
 
 
 class Complex(torch.nn.Module):
@@ -314,53 +305,47 @@ def test_load_warns_of_an_average_that_no_ema_of_the_module_takes(tmp_path):
     assert average.num_updates == 3
 
 
-def test_the_average_alone_is_saved_in_the_block_and_a_new_one_begins_with_it(tmp_path):
-    def body(rank):
-        module, average = averaged()
-        with average.applied():
-            onefold.save(tmp_path / "ema", module)
-            plain = onefold.full_state_dict(module, rank0_only=False)
-        other, _ = ready({"stage": 1}, seed=3)
-        onefold.load(tmp_path / "ema", other)
-        again = averages(onefold.ema(other))
-        for name, value in averages(average).items():
-            assert torch.equal(value, again[name])
-            assert torch.equal(value, plain[name])
-
-    run_ranks(2, body)
+@every_rank(2)
+def test_the_average_alone_is_saved_in_the_block_and_a_new_one_begins_with_it(rank, tmp_path):
+    module, average = averaged()
+    with average.applied():
+        onefold.save(tmp_path / "ema", module)
+        plain = onefold.full_state_dict(module, rank0_only=False)
+    other, _ = ready({"stage": 1}, seed=3)
+    onefold.load(tmp_path / "ema", other)
+    again = averages(onefold.ema(other))
+    for name, value in averages(average).items():
+        assert torch.equal(value, again[name])
+        assert torch.equal(value, plain[name])
 
 
-def test_a_report_has_its_bytes():
-    def body(rank):
-        module, optimizer = ready({"stage": 3})
-        average = onefold.ema(module)
-        step(module, optimizer, token_batches(1)[0])
+@every_rank(2)
+def test_a_report_has_its_bytes(rank):
+    module, optimizer = ready({"stage": 3})
+    average = onefold.ema(module)
+    step(module, optimizer, token_batches(1)[0])
+    average.update()
+    report = onefold.report(module)
+    assert report.nbytes("ema") == report.nbytes("weight")
+    assert "ema" not in report.differing()
+
+
+@every_rank(2)
+def test_wrong_calls_are_refused(rank):
+    module, optimizer = ready({"stage": 3})
+    with pytest.raises(onefold.StateError, match="hint: "):
+        onefold.ema(Model())
+    for decay in (-0.1, 1.5, "0.9", None, True):
+        with pytest.raises(onefold.ConfigError, match="decay"):
+            onefold.ema(module, decay)
+    assert [onefold.ema(module, decay).decay for decay in (0, 1)] == [0, 1]
+    average = onefold.ema(module)
+    with average.applied(), pytest.raises(onefold.StateError, match=f"rank {rank}"):
         average.update()
-        report = onefold.report(module)
-        assert report.nbytes("ema") == report.nbytes("weight")
-        assert "ema" not in report.differing()
-
-    run_ranks(2, body)
-
-
-def test_wrong_calls_are_refused():
-    def body(rank):
-        module, optimizer = ready({"stage": 3})
-        with pytest.raises(onefold.StateError, match="hint: "):
-            onefold.ema(Model())
-        for decay in (-0.1, 1.5, "0.9", None, True):
-            with pytest.raises(onefold.ConfigError, match="decay"):
-                onefold.ema(module, decay)
-        assert [onefold.ema(module, decay).decay for decay in (0, 1)] == [0, 1]
-        average = onefold.ema(module)
-        with average.applied(), pytest.raises(onefold.StateError, match=f"rank {rank}"):
-            average.update()
-        with onefold.unsharded(module), pytest.raises(onefold.StateError, match="unsharded"):
-            average.update()
-        state = copy.copy(average.state_dict())
-        state["averages"] = {n: v for n, v in state["averages"].items() if n != "norm.bias"}
-        with pytest.raises(onefold.StateError, match=r"'norm\.bias'"):
-            average.load_state_dict(state)
-        step(module, optimizer, token_batches(1)[0])
-
-    run_ranks(2, body)
+    with onefold.unsharded(module), pytest.raises(onefold.StateError, match="unsharded"):
+        average.update()
+    state = copy.copy(average.state_dict())
+    state["averages"] = {n: v for n, v in state["averages"].items() if n != "norm.bias"}
+    with pytest.raises(onefold.StateError, match=r"'norm\.bias'"):
+        average.load_state_dict(state)
+    step(module, optimizer, token_batches(1)[0])

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import onefold
 from onefold.config import Offload
-from tests.support.ranks import run_ranks, seeded
+from tests.support.ranks import every_rank, run_ranks, seeded
 from tests.support.zoo import whole
 
 
@@ -222,23 +222,22 @@ def test_hooks_step_for_each_micro_batch_that_is_reduced(world_size, stage, is_e
 
 
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (3, 3)])
-def test_a_hook_that_steps_parameters_whose_gradients_come_later_is_refused(world_size, stage):
+@every_rank()
+def test_a_hook_that_steps_parameters_whose_gradients_come_later_is_refused(
+    rank, world_size, stage
+):
     """In plain torch the second backward would end in an error of autograd."""
+    module = onefold.shard(seeded(pair), stage=stage, units=lambda part: True)
+    optimizer = sgd(module.parameters())
 
-    def body(rank: int) -> None:
-        module = onefold.shard(seeded(pair), stage=stage, units=lambda part: True)
-        optimizer = sgd(module.parameters())
+    def step(_: Tensor) -> None:
+        optimizer.step()
 
-        def step(_: Tensor) -> None:
-            optimizer.step()
-
-        hooked([module[1].bias], step)
-        before = whole(module[0].weight).detach().clone()
-        with pytest.raises(onefold.StateError, match=r"a step of '0\.(.|\n)*hint: "):
-            train(module, [rank], 2)
-        assert torch.equal(whole(module[0].weight), before)
-
-    run_ranks(world_size, body)
+    hooked([module[1].bias], step)
+    before = whole(module[0].weight).detach().clone()
+    with pytest.raises(onefold.StateError, match=r"a step of '0\.(.|\n)*hint: "):
+        train(module, [rank], 2)
+    assert torch.equal(whole(module[0].weight), before)
 
 
 @pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (3, 3)])
@@ -255,17 +254,14 @@ def test_a_hook_may_step_all_parameters_once_their_gradients_are_there(world_siz
     compare(register, world_size, stage=stage)
 
 
-def test_a_step_inside_a_backward_is_refused_by_name():
+@every_rank(3)
+def test_a_step_inside_a_backward_is_refused_by_name(rank):
     """It ended the backward without a word: gradients that were to come were dropped."""
-
-    def body(rank: int) -> None:
-        module = onefold.shard(seeded(pair))
-        optimizer = sgd(module.parameters())
-        module[1].register_full_backward_hook(lambda *_: optimizer.step())
-        with pytest.raises(onefold.StateError, match=r"inside a backward(.|\n)*hint: "):
-            module(batch(0, rank)).sum().backward()
-
-    run_ranks(3, body)
+    module = onefold.shard(seeded(pair))
+    optimizer = sgd(module.parameters())
+    module[1].register_full_backward_hook(lambda *_: optimizer.step())
+    with pytest.raises(onefold.StateError, match=r"inside a backward(.|\n)*hint: "):
+        module(batch(0, rank)).sum().backward()
 
 
 @pytest.mark.parametrize("steps", [False, True])
@@ -300,15 +296,13 @@ def test_hooks_edit_gradients_that_backward_steps_but_step_none(steps):
         torch.testing.assert_close(got, wanted)
 
 
-def test_an_error_in_a_hook_leaves_all_gradients():
-    def body(rank: int) -> None:
-        module = onefold.shard(seeded(pair))
-        hooked(trained(module), lambda _: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            module(batch(0, rank)).sum().backward()
-        assert all(p.grad is not None for p in module.parameters())
-
-    run_ranks(2, body)
+@every_rank(2)
+def test_an_error_in_a_hook_leaves_all_gradients(rank):
+    module = onefold.shard(seeded(pair))
+    hooked(trained(module), lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        module(batch(0, rank)).sum().backward()
+    assert all(p.grad is not None for p in module.parameters())
 
 
 def test_collectives_in_hooks_meet_on_all_ranks():

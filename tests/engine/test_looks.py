@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 import onefold
 from onefold.engine.behaviour import behaviour_of
 from onefold.engine.registry import owner_of
-from tests.support.ranks import run_ranks, seeded
+from tests.support.ranks import every_rank, run_ranks, seeded
 from tests.support.zoo import whole
 
 RATES = {"0.weight": 0.1, "0.bias": 2.0, "2.weight": 0.5, "2.bias": 2.0}
@@ -185,20 +185,18 @@ def test_attributes_may_change_between_steps(make, choices, world_size):
     assert_as_plain(make, world_size, stage=3, changes=True, **choices)
 
 
-def test_parameters_with_equal_attributes_are_stepped_in_one_call():
-    def body(rank):
-        module = seeded(build)
-        for p in module.parameters():
-            p.scale, p.is_scaled = 0.5, True
-        optimizer = Direct(module.parameters())
-        onefold.shard(module, optimizer, stage=3)
-        calls = []
-        optimizer.rate = lambda p, place: calls.append(place) or p.scale
-        module(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-        assert len(calls) == len(set(calls)) == 2  # one for each layer
-
-    run_ranks(2, body)
+@every_rank(2)
+def test_parameters_with_equal_attributes_are_stepped_in_one_call(rank):
+    module = seeded(build)
+    for p in module.parameters():
+        p.scale, p.is_scaled = 0.5, True
+    optimizer = Direct(module.parameters())
+    onefold.shard(module, optimizer, stage=3)
+    calls = []
+    optimizer.rate = lambda p, place: calls.append(place) or p.scale
+    module(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    assert len(calls) == len(set(calls)) == 2  # one for each layer
 
 
 @pytest.mark.parametrize("make", BY_IDENTITY)
@@ -208,18 +206,16 @@ def test_one_that_finds_by_identity_is_not_offloaded_and_refused_by_name(make):
         onefold.shard(module, of_groups(make, module), stage=3, offload="cpu")
 
 
-def test_tables_show_users_the_sharded_parameters_between_steps():
-    def body(rank):
-        module = seeded(build)
-        optimizer = of_groups(ByParameter, module)
-        onefold.shard(module, optimizer, stage=3)
-        for _ in range(2):
-            assert list(optimizer.scales) == [*module[2].parameters(), *module[0].parameters()]
-            assert optimizer.large == {id(module[0].bias), id(module[2].bias)}
-            module(torch.ones(2, 4)).sum().backward()
-            optimizer.step()
-
-    run_ranks(2, body)
+@every_rank(2)
+def test_tables_show_users_the_sharded_parameters_between_steps(rank):
+    module = seeded(build)
+    optimizer = of_groups(ByParameter, module)
+    onefold.shard(module, optimizer, stage=3)
+    for _ in range(2):
+        assert list(optimizer.scales) == [*module[2].parameters(), *module[0].parameters()]
+        assert optimizer.large == {id(module[0].bias), id(module[2].bias)}
+        module(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -231,22 +227,20 @@ def test_the_methods_of_a_shard_are_no_attributes_of_the_user(stage):
         assert {"scale", "is_scaled"} == parameter.attributes.keys()
 
 
-def test_attributes_are_those_of_the_parameter_in_all_its_forms():
+@every_rank(2)
+def test_attributes_are_those_of_the_parameter_in_all_its_forms(rank):
     class Reading(nn.Linear):
         def forward(self, x):
             return super().forward(x) * self.weight.scale
 
-    def body(rank):
-        module = seeded(lambda: nn.Sequential(Reading(4, 4)))
-        module[0].weight.scale = 3.0
-        wanted = module(torch.ones(2, 4)).detach()
-        onefold.shard(module, torch.optim.SGD(module.parameters(), lr=0.1), stage=3)
+    module = seeded(lambda: nn.Sequential(Reading(4, 4)))
+    module[0].weight.scale = 3.0
+    wanted = module(torch.ones(2, 4)).detach()
+    onefold.shard(module, torch.optim.SGD(module.parameters(), lr=0.1), stage=3)
+    assert module[0].weight.scale == 3.0
+    torch.testing.assert_close(module(torch.ones(2, 4)).detach(), wanted)
+    with onefold.unsharded(module):
         assert module[0].weight.scale == 3.0
-        torch.testing.assert_close(module(torch.ones(2, 4)).detach(), wanted)
-        with onefold.unsharded(module):
-            assert module[0].weight.scale == 3.0
-
-    run_ranks(2, body)
 
 
 def test_an_attribute_that_chooses_whole_matrices_is_probed_with_its_value():
@@ -260,17 +254,15 @@ def test_an_attribute_that_chooses_whole_matrices_is_probed_with_its_value():
     assert behaviour_of(Choosing(module.parameters())).kind == "parameter"
 
 
-def test_an_attribute_that_comes_later_and_needs_whole_matrices_is_an_error_by_name():
-    def body(rank):
-        module = seeded(build)
-        optimizer = Choosing(module.parameters())
-        onefold.shard(module, optimizer, stage=3)
-        module[0].weight.is_matrix = True
-        module(torch.ones(2, 4)).sum().backward()
-        with pytest.raises(onefold.StateError, match=r"Choosing[^$]*is_matrix[^$]*hint: fill"):
-            optimizer.step()
-
-    run_ranks(2, body)
+@every_rank(2)
+def test_an_attribute_that_comes_later_and_needs_whole_matrices_is_an_error_by_name(rank):
+    module = seeded(build)
+    optimizer = Choosing(module.parameters())
+    onefold.shard(module, optimizer, stage=3)
+    module[0].weight.is_matrix = True
+    module(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(onefold.StateError, match=r"Choosing[^$]*is_matrix[^$]*hint: fill"):
+        optimizer.step()
 
 
 def test_tables_that_come_later_are_an_error_by_name_where_elements_are_stepped_apart():

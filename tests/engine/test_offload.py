@@ -29,7 +29,7 @@ from onefold.tier.disk import DiskStore, SwapFile
 from onefold.tier.store import GRAIN_NUMEL
 from tests.support.free_memory import has_free
 from tests.support.older_torch import offloads_adagrad
-from tests.support.ranks import run_processes, run_ranks, seeded
+from tests.support.ranks import every_rank, run_processes, run_ranks, seeded
 
 WIDTH = 96
 
@@ -246,7 +246,6 @@ OPTIMIZERS: list[Any] = [
 ]  # fmt: skip
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
 def test_every_elementwise_optimizer_of_torch_steps_from_disk(name, options, tmp_path):
     def optimizer(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -410,49 +409,44 @@ def early(path: Path) -> Offload:
     return Offload("disk", "disk", disk=path, step_in_backward=True)
 
 
-def test_a_backward_that_failed_after_it_stepped_a_unit_is_not_saved(tmp_path):
+@every_rank(2)
+def test_a_backward_that_failed_after_it_stepped_a_unit_is_not_saved(rank, tmp_path):
     def fail(grad):
         raise ZeroDivisionError
 
-    def body(rank: int) -> None:
-        module, optimizer = build(early(tmp_path))
-        train(module, optimizer, batches(1))
-        module.embed.register_forward_hook(lambda *args: args[-1].register_hook(fail) and None)
-        with pytest.raises(ZeroDivisionError):
-            loss_of(module, batches(1)[0].chunk(2)[rank]).backward()
-        with pytest.raises(StateError, match="some weights are stepped and others are not"):
-            onefold.save(tmp_path / "half", module, optimizer)
-
-    run_ranks(2, body)
-
-
-def test_a_gradient_that_was_stepped_by_in_backward_is_an_error_to_read(tmp_path):
-    def body(rank: int) -> None:
-        module, optimizer = build(early(tmp_path))
+    module, optimizer = build(early(tmp_path))
+    train(module, optimizer, batches(1))
+    module.embed.register_forward_hook(lambda *args: args[-1].register_hook(fail) and None)
+    with pytest.raises(ZeroDivisionError):
         loss_of(module, batches(1)[0].chunk(2)[rank]).backward()
-        with pytest.raises(StateError, match="step_in_backward"):
-            nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-        with pytest.raises(StateError, match=r"embed\.weight"):
-            module.embed.weight.grad  # noqa: B018
-        optimizer.step()
-        assert module.embed.weight.grad is None
-        assert module.unused.grad is None
-        train(module, optimizer, batches(1))
-
-    run_ranks(2, body)
+    with pytest.raises(StateError, match="some weights are stepped and others are not"):
+        onefold.save(tmp_path / "half", module, optimizer)
 
 
-def test_a_second_backward_after_units_were_stepped_is_refused(tmp_path):
-    def body(rank: int) -> None:
-        module, _ = build(early(tmp_path))
+@every_rank(2)
+def test_a_gradient_that_was_stepped_by_in_backward_is_an_error_to_read(rank, tmp_path):
+    module, optimizer = build(early(tmp_path))
+    loss_of(module, batches(1)[0].chunk(2)[rank]).backward()
+    with pytest.raises(StateError, match="step_in_backward"):
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+    with pytest.raises(StateError, match=r"embed\.weight"):
+        module.embed.weight.grad  # noqa: B018
+    optimizer.step()
+    assert module.embed.weight.grad is None
+    assert module.unused.grad is None
+    train(module, optimizer, batches(1))
+
+
+@every_rank(2)
+def test_a_second_backward_after_units_were_stepped_is_refused(rank, tmp_path):
+    module, _ = build(early(tmp_path))
+    loss_of(module, batches(1)[0].chunk(2)[rank]).backward()
+    with pytest.raises(StateError, match="accumulate"):
         loss_of(module, batches(1)[0].chunk(2)[rank]).backward()
-        with pytest.raises(StateError, match="accumulate"):
-            loss_of(module, batches(1)[0].chunk(2)[rank]).backward()
-
-    run_ranks(2, body)
 
 
-def test_a_backward_that_fails_half_way_leaves_a_module_that_must_be_loaded(tmp_path):
+@every_rank(2)
+def test_a_backward_that_fails_half_way_leaves_a_module_that_must_be_loaded(rank, tmp_path):
     class Fails(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -462,20 +456,17 @@ def test_a_backward_that_fails_half_way_leaves_a_module_that_must_be_loaded(tmp_
         def backward(ctx: Any, grad: Tensor) -> Tensor:
             raise ValueError("half way")
 
-    def body(rank: int) -> None:
-        module, optimizer = build(early(tmp_path), depth=5)
+    module, optimizer = build(early(tmp_path), depth=5)
+    train(module, optimizer, batches(1))
+    onefold.save(tmp_path / "saved", module, optimizer)
+    hook = module.blocks[1].register_forward_hook(lambda *args: Fails.apply(args[-1]))
+    with pytest.raises(ValueError, match="half way"):
         train(module, optimizer, batches(1))
-        onefold.save(tmp_path / "saved", module, optimizer)
-        hook = module.blocks[1].register_forward_hook(lambda *args: Fails.apply(args[-1]))
-        with pytest.raises(ValueError, match="half way"):
-            train(module, optimizer, batches(1))
-        hook.remove()
-        with pytest.raises(StateError, match=r"onefold\.load"):
-            train(module, optimizer, batches(1))
-        onefold.load(tmp_path / "saved", module, optimizer)
+    hook.remove()
+    with pytest.raises(StateError, match=r"onefold\.load"):
         train(module, optimizer, batches(1))
-
-    run_ranks(2, body)
+    onefold.load(tmp_path / "saved", module, optimizer)
+    train(module, optimizer, batches(1))
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
@@ -550,31 +541,29 @@ def test_two_optimizers_with_one_name_for_a_state_of_one_weight_are_refused(slow
 
 
 @pytest.mark.parametrize("way", ["backwards", "closures", "save"])
-def test_one_of_two_optimizers_cannot_step_what_backward_has_stepped_for_both(way, tmp_path):
-    def body(rank: int) -> None:
-        module = seeded(Tower)
-        weights = [p for p in module.parameters() if p.dim() > 1]
-        others = [p for p in module.parameters() if p.dim() <= 1]
-        pair = [adamw(weights), torch.optim.SGD(others, lr=0.1)]
-        onefold.shard(module, pair, offload=Offload("cpu", step_in_backward=True))
-        batch = batches(1)[0].chunk(2)[rank]
+@every_rank(2)
+def test_one_of_two_optimizers_cannot_step_what_backward_has_stepped_for_both(rank, way, tmp_path):
+    module = seeded(Tower)
+    weights = [p for p in module.parameters() if p.dim() > 1]
+    others = [p for p in module.parameters() if p.dim() <= 1]
+    pair = [adamw(weights), torch.optim.SGD(others, lr=0.1)]
+    onefold.shard(module, pair, offload=Offload("cpu", step_in_backward=True))
+    batch = batches(1)[0].chunk(2)[rank]
 
-        def backward() -> Tensor:
-            module.zero_grad()
-            loss = loss_of(module, batch)
-            loss.backward()
-            return loss
+    def backward() -> Tensor:
+        module.zero_grad()
+        loss = loss_of(module, batch)
+        loss.backward()
+        return loss
 
-        with pytest.raises(StateError, match="each optimizer to step once after each backward"):
-            if way == "closures":
-                for optimizer in pair:
-                    optimizer.step(backward)
-            else:
-                backward()
-                pair[0].step()
-                backward() if way == "backwards" else onefold.save(tmp_path / "saved", module, pair)
-
-    run_ranks(2, body)
+    with pytest.raises(StateError, match="each optimizer to step once after each backward"):
+        if way == "closures":
+            for optimizer in pair:
+                optimizer.step(backward)
+        else:
+            backward()
+            pair[0].step()
+            backward() if way == "backwards" else onefold.save(tmp_path / "saved", module, pair)
 
 
 @pytest.mark.parametrize("num_stepped", [0, 1])
@@ -653,45 +642,41 @@ def test_a_step_that_is_cut_short_by_any_error_stays_an_error(error, tmp_path, m
 # bytes
 
 
-def test_bytes_rest_in_their_tier_and_are_counted_there(tmp_path):
-    def body(rank: int) -> None:
-        module, optimizer = build(f"disk:{tmp_path}", dtype=torch.bfloat16)
-        train(module, optimizer, batches(2))
-        units = engine_of(module).units
-        numel = sum(unit.rest.shard_numels[rank] for unit in units)
-        trained = sum(unit.rest.shard_numels[rank] for unit in units if unit.requires_grad())
-        memory = onefold.report(module).memory
-        assert memory["weight"]["disk"].now == 2 * numel
-        assert memory["master"]["disk"].now == 4 * trained
-        assert memory["optimizer"]["disk"].now == 8 * trained
-        assert all(usage.now == 0 for kind in ("weight", "optimizer")
-                   for tier, usage in memory[kind].items() if tier != "disk")  # fmt: skip
-
-    run_ranks(3, body)
+@every_rank(3)
+def test_bytes_rest_in_their_tier_and_are_counted_there(rank, tmp_path):
+    module, optimizer = build(f"disk:{tmp_path}", dtype=torch.bfloat16)
+    train(module, optimizer, batches(2))
+    units = engine_of(module).units
+    numel = sum(unit.rest.shard_numels[rank] for unit in units)
+    trained = sum(unit.rest.shard_numels[rank] for unit in units if unit.requires_grad())
+    memory = onefold.report(module).memory
+    assert memory["weight"]["disk"].now == 2 * numel
+    assert memory["master"]["disk"].now == 4 * trained
+    assert memory["optimizer"]["disk"].now == 8 * trained
+    assert all(usage.now == 0 for kind in ("weight", "optimizer")
+               for tier, usage in memory[kind].items() if tier != "disk")  # fmt: skip
 
 
-def test_a_step_moves_twelve_bytes_each_way_and_a_gather_four(tmp_path):
-    def body(rank: int) -> None:
-        module = seeded(lambda: nn.Sequential(*(nn.Linear(128, 256, bias=False) if i % 2 == 0 else
-                                                nn.Linear(256, 128, bias=False)
-                                                for i in range(4))))  # fmt: skip
-        optimizer = adamw(module.parameters())
-        onefold.shard(module, optimizer, units=list(module), offload=f"disk:{tmp_path}")
-        store = engine_of(module).context.tiers.weight
-        numel = sum(p.numel() for p in module.parameters()) // 2
-        for step in range(3):
-            before = store.moved_nbytes
-            module(torch.ones(2, 128)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            wait_step(module)
-            read, written = (b - a for a, b in zip(before, store.moved_nbytes, strict=True))
-            moments = 8 * numel if step else 0  # the first step makes them
-            assert written == 12 * numel
-            # whole in forward and again in backward, but for the last unit, and the step
-            assert read == pytest.approx((4 + 4 - 1 + 4) * numel + moments, rel=0.1)
-
-    run_ranks(2, body)
+@every_rank(2)
+def test_a_step_moves_twelve_bytes_each_way_and_a_gather_four(rank, tmp_path):
+    module = seeded(lambda: nn.Sequential(*(nn.Linear(128, 256, bias=False) if i % 2 == 0 else
+                                            nn.Linear(256, 128, bias=False)
+                                            for i in range(4))))  # fmt: skip
+    optimizer = adamw(module.parameters())
+    onefold.shard(module, optimizer, units=list(module), offload=f"disk:{tmp_path}")
+    store = engine_of(module).context.tiers.weight
+    numel = sum(p.numel() for p in module.parameters()) // 2
+    for step in range(3):
+        before = store.moved_nbytes
+        module(torch.ones(2, 128)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wait_step(module)
+        read, written = (b - a for a, b in zip(before, store.moved_nbytes, strict=True))
+        moments = 8 * numel if step else 0  # the first step makes them
+        assert written == 12 * numel
+        # whole in forward and again in backward, but for the last unit, and the step
+        assert read == pytest.approx((4 + 4 - 1 + 4) * numel + moments, rel=0.1)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.4, 1.0])
@@ -779,15 +764,13 @@ def test_files_are_unlinked_from_the_start(tmp_path):
     assert run_ranks(2, body) == [[], []]
 
 
-def test_all_room_on_disk_is_taken_before_the_first_step(tmp_path):
-    def body(rank: int) -> None:
-        module, optimizer = build(f"disk:{tmp_path}")
-        files = engine_of(module).context.tiers.weight.files
-        before = [os.fstat(file.fd).st_size for file in files]
-        train(module, optimizer, batches(2))
-        assert [os.fstat(file.fd).st_size for file in files] == before
-
-    run_ranks(2, body)
+@every_rank(2)
+def test_all_room_on_disk_is_taken_before_the_first_step(rank, tmp_path):
+    module, optimizer = build(f"disk:{tmp_path}")
+    files = engine_of(module).context.tiers.weight.files
+    before = [os.fstat(file.fd).st_size for file in files]
+    train(module, optimizer, batches(2))
+    assert [os.fstat(file.fd).st_size for file in files] == before
 
 
 def test_slots_do_not_grow_with_the_model(tmp_path):
@@ -841,19 +824,17 @@ def test_state_on_disk_is_loaded_by_any_number_of_ranks(there, here, tmp_path):
         wanted.assert_same(got)
 
 
-def test_loading_reads_moments_to_where_they_rest(tmp_path):
-    def body(rank: int) -> None:
-        module, optimizer = build(f"disk:{tmp_path}")
-        train(module, optimizer, batches(2))
-        onefold.save(tmp_path / "saved", module, optimizer)
-        before = resting(module)
-        onefold.load(tmp_path / "saved", module, optimizer)
-        train(module, optimizer, batches(1))
-        memory = onefold.report(module).memory["optimizer"]
-        assert memory.get("device") is None or memory["device"].now == 0
-        assert resting(module) == before
-
-    run_ranks(2, body)
+@every_rank(2)
+def test_loading_reads_moments_to_where_they_rest(rank, tmp_path):
+    module, optimizer = build(f"disk:{tmp_path}")
+    train(module, optimizer, batches(2))
+    onefold.save(tmp_path / "saved", module, optimizer)
+    before = resting(module)
+    onefold.load(tmp_path / "saved", module, optimizer)
+    train(module, optimizer, batches(1))
+    memory = onefold.report(module).memory["optimizer"]
+    assert memory.get("device") is None or memory["device"].now == 0
+    assert resting(module) == before
 
 
 # faults
@@ -1079,13 +1060,11 @@ def test_steps_in_backward_want_states_off_the_device():
         build(Offload(step_in_backward=True))
 
 
-def test_an_optimizer_of_whole_matrices_is_refused_with_what_would_work(tmp_path):
-    def body(rank: int) -> None:
-        with pytest.raises(ConfigError, match="Adafactor"):
-            build("optimizer", optimizer=lambda groups: torch.optim.Adafactor(
-                [p for group in groups for p in group["params"]]))  # fmt: skip
-
-    run_ranks(2, body)
+@every_rank(2)
+def test_an_optimizer_of_whole_matrices_is_refused_with_what_would_work(rank, tmp_path):
+    with pytest.raises(ConfigError, match="Adafactor"):
+        build("optimizer", optimizer=lambda groups: torch.optim.Adafactor(
+            [p for group in groups for p in group["params"]]))  # fmt: skip
 
 
 # real processes

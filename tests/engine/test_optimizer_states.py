@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 import onefold
 from onefold.engine.flat_groups import with_numbers_on
 from onefold.engine.optimizer_state import _warn_of_keepers
-from tests.support.ranks import run_processes, run_ranks, seeded
+from tests.support.ranks import every_rank, run_processes, run_ranks, seeded
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.save of a sharded module", "ignore:this optimizer's state dict holds"
@@ -344,27 +344,25 @@ class TwoDtypes(nn.Module):
         return x * self.one * self.two
 
 
-def test_loaded_states_of_ranks_without_rows_have_the_dtype_of_their_parameter(tmp_path):
-    def body(rank):
-        module = TwoDtypes()
-        optimizer = ADAMW(module.parameters(), foreach=False)
-        onefold.shard(module, optimizer, stage=2)
-        ends = []
-        for _ in range(2):
-            module(torch.ones(1)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            ends.append(weights_of(module))
-            if len(ends) == 1:
-                onefold.save(tmp_path / "saved", module, optimizer)
-        onefold.load(tmp_path / "saved", module, optimizer)
+@every_rank(3)
+def test_loaded_states_of_ranks_without_rows_have_the_dtype_of_their_parameter(rank, tmp_path):
+    module = TwoDtypes()
+    optimizer = ADAMW(module.parameters(), foreach=False)
+    onefold.shard(module, optimizer, stage=2)
+    ends = []
+    for _ in range(2):
         module(torch.ones(1)).sum().backward()
         optimizer.step()
-        assert all(map(torch.equal, weights_of(module), ends[1]))
-        for parameter, state in optimizer.state.items():
-            assert state["exp_avg"].dtype == parameter.dtype
-
-    run_ranks(3, body)
+        optimizer.zero_grad()
+        ends.append(weights_of(module))
+        if len(ends) == 1:
+            onefold.save(tmp_path / "saved", module, optimizer)
+    onefold.load(tmp_path / "saved", module, optimizer)
+    module(torch.ones(1)).sum().backward()
+    optimizer.step()
+    assert all(map(torch.equal, weights_of(module), ends[1]))
+    for parameter, state in optimizer.state.items():
+        assert state["exp_avg"].dtype == parameter.dtype
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 3), (3, 1)])
@@ -410,28 +408,25 @@ class Scaled(nn.Module):
 
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("loads", ["onefold.load", "load_state_dict"])
+@every_rank()
 def test_loaded_moments_of_a_narrow_number_are_as_wide_as_those_of_rows(
-    world_size, loads, tmp_path
+    rank, world_size, loads, tmp_path
 ):
     """torch's `load_state_dict` narrows them to the parameter; a kernel would write past them."""
-
-    def body(rank):
-        module = Scaled()
-        optimizer = ADAMW(module.parameters())
-        onefold.shard(module, optimizer, stage=1)
-        for number in range(2):
-            module(torch.ones(3)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if number == 0 and loads == "load_state_dict":
-                optimizer.load_state_dict(optimizer.state_dict())
-            elif number == 0:
-                onefold.save(tmp_path / "saved", module, optimizer)
-                onefold.load(tmp_path / "saved", module, optimizer)
-        for state in optimizer.state.values():
-            assert {state["exp_avg"].dtype, state["exp_avg_sq"].dtype} == {torch.float32}
-
-    run_ranks(world_size, body)
+    module = Scaled()
+    optimizer = ADAMW(module.parameters())
+    onefold.shard(module, optimizer, stage=1)
+    for number in range(2):
+        module(torch.ones(3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == 0 and loads == "load_state_dict":
+            optimizer.load_state_dict(optimizer.state_dict())
+        elif number == 0:
+            onefold.save(tmp_path / "saved", module, optimizer)
+            onefold.load(tmp_path / "saved", module, optimizer)
+    for state in optimizer.state.values():
+        assert {state["exp_avg"].dtype, state["exp_avg_sq"].dtype} == {torch.float32}
 
 
 class Recounting(torch.optim.Optimizer):
@@ -539,25 +534,24 @@ def test_whole_matrix_states_load_into_a_step_of_another_dtype(tmp_path, first, 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("make", MATRICES, ids=["Muon", "Adafactor"])
-def test_states_that_torch_narrows_to_the_dtype_of_parameters_are_stepped_in_fp32(make, world_size):
+@every_rank()
+def test_states_that_torch_narrows_to_the_dtype_of_parameters_are_stepped_in_fp32(
+    rank, make, world_size
+):
     """Masters of bfloat16 weights have states in fp32; `load_state_dict` rounds these."""
-
-    def body(_):
-        results = []
-        for reloads in (False, True):
-            module = seeded(build).to(torch.bfloat16)
-            optimizer = make(module.parameters())
-            onefold.shard(module, optimizer, stage=3)
-            for _ in range(2):
-                module(torch.ones(5, 6, dtype=torch.bfloat16)).pow(2).mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                if reloads:
-                    optimizer.load_state_dict(optimizer.state_dict())
+    results = []
+    for reloads in (False, True):
+        module = seeded(build).to(torch.bfloat16)
+        optimizer = make(module.parameters())
+        onefold.shard(module, optimizer, stage=3)
+        for _ in range(2):
             module(torch.ones(5, 6, dtype=torch.bfloat16)).pow(2).mean().backward()
             optimizer.step()
-            results.append(weights_of(module))
-        for ours, wanted in zip(*results, strict=True):
-            torch.testing.assert_close(ours, wanted, rtol=0, atol=0.015)
-
-    run_ranks(world_size, body)
+            optimizer.zero_grad()
+            if reloads:
+                optimizer.load_state_dict(optimizer.state_dict())
+        module(torch.ones(5, 6, dtype=torch.bfloat16)).pow(2).mean().backward()
+        optimizer.step()
+        results.append(weights_of(module))
+    for ours, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=0, atol=0.015)

@@ -16,7 +16,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimize
 import onefold
 from onefold.errors import ConfigError
 from tests.support.models import Model, next_token_loss, token_batches
-from tests.support.ranks import run_ranks, seeded
+from tests.support.ranks import every_rank, run_ranks, seeded
 from tests.support.training import Job, assert_close, assert_same_bits, cut, run_job, train_plain
 from tests.support.zoo import whole
 
@@ -53,7 +53,6 @@ class Matrices(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_elementwise_optimizers_agree_with_one_process(name):
     job = Job(Model, token_batches(steps=4), next_token_loss, optimizer=ELEMENTWISE[name])
@@ -235,62 +234,52 @@ def test_one_fused_call_steps_each_unit_and_group(monkeypatch):
     assert sorted(map(len, calls)) == [4, 4, 5, 5]  # ... of one tensor a unit that has the group
 
 
-def test_schedulers_hooks_and_groups_keep_working():
-    def train(rank):
-        module = seeded(Model)
-        optimizer = torch.optim.AdamW(module.parameters(), lr=1.0)
-        seen = []
-        optimizer.register_step_pre_hook(
-            lambda o, a, k: seen.append(o.param_groups[0]["params"][0])
-        )
-        same = optimizer
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-        onefold.shard(module, optimizer, stage=3)
-        optimizer.register_step_post_hook(
-            lambda o, a, k: seen.append(o.param_groups[0]["params"][0])
-        )
-        optimizer.register_step_pre_hook(
-            lambda o, a, k: seen.append(o.param_groups[0]["params"][0])
-        )
-        for batch in token_batches(steps=2):
-            next_token_loss(module, batch).backward()
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-        face = module.embed.weight
-        assert optimizer is same
-        assert type(optimizer) is torch.optim.AdamW
-        assert optimizer.param_groups[0]["lr"] == 0.25
-        assert len(seen) == 6
-        assert all(tensor is face for tensor in seen)
-        assert [id(p) for p in optimizer.param_groups[0]["params"]] == [
-            id(p) for p in module.parameters()
-        ]
-        assert isinstance(optimizer.state[face]["exp_avg"], DTensor)
-        assert optimizer.state[face]["exp_avg"].shape == face.shape
-
-    run_ranks(2, train)
+@every_rank(2)
+def test_schedulers_hooks_and_groups_keep_working(rank):
+    module = seeded(Model)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1.0)
+    seen = []
+    optimizer.register_step_pre_hook(lambda o, a, k: seen.append(o.param_groups[0]["params"][0]))
+    same = optimizer
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    onefold.shard(module, optimizer, stage=3)
+    optimizer.register_step_post_hook(lambda o, a, k: seen.append(o.param_groups[0]["params"][0]))
+    optimizer.register_step_pre_hook(lambda o, a, k: seen.append(o.param_groups[0]["params"][0]))
+    for batch in token_batches(steps=2):
+        next_token_loss(module, batch).backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    face = module.embed.weight
+    assert optimizer is same
+    assert type(optimizer) is torch.optim.AdamW
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    assert len(seen) == 6
+    assert all(tensor is face for tensor in seen)
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [
+        id(p) for p in module.parameters()
+    ]
+    assert isinstance(optimizer.state[face]["exp_avg"], DTensor)
+    assert optimizer.state[face]["exp_avg"].shape == face.shape
 
 
-def test_a_closure_is_called_once_and_its_loss_returned():
-    def train(rank):
-        module = seeded(Model)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        onefold.shard(module, optimizer, stage=3)
-        calls = []
+@every_rank(2)
+def test_a_closure_is_called_once_and_its_loss_returned(rank):
+    module = seeded(Model)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    onefold.shard(module, optimizer, stage=3)
+    calls = []
 
-        def closure():
-            optimizer.zero_grad()
-            loss = next_token_loss(module, token_batches()[0])
-            loss.backward()
-            calls.append(loss.detach())
-            return loss
+    def closure():
+        optimizer.zero_grad()
+        loss = next_token_loss(module, token_batches()[0])
+        loss.backward()
+        calls.append(loss.detach())
+        return loss
 
-        loss = optimizer.step(closure)
-        assert len(calls) == 1
-        assert torch.equal(loss, calls[0])
-
-    run_ranks(2, train)
+    loss = optimizer.step(closure)
+    assert len(calls) == 1
+    assert torch.equal(loss, calls[0])
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -320,64 +309,58 @@ def test_an_optimizer_that_has_stepped_is_recut_and_goes_on(stage, world_size):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_loaded_optimizer_state_is_used(stage):
-    def run(rank):
-        batches = token_batches(steps=4)
+@every_rank(2)
+def test_a_loaded_optimizer_state_is_used(rank, stage):
+    batches = token_batches(steps=4)
 
-        def fresh():
-            module = seeded(Model)
-            optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
-            return onefold.shard(module, optimizer, stage=stage), optimizer
+    def fresh():
+        module = seeded(Model)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        return onefold.shard(module, optimizer, stage=stage), optimizer
 
-        def steps(module, optimizer, batches):
-            for batch in batches:
-                next_token_loss(module, cut(batch, 2)[rank]).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+    def steps(module, optimizer, batches):
+        for batch in batches:
+            next_token_loss(module, cut(batch, 2)[rank]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
-        module, optimizer = fresh()
-        steps(module, optimizer, batches[:2])
-        saved_module = {k: v.clone() for k, v in module.state_dict().items()}
-        saved_optimizer = optimizer.state_dict()
-        other, other_optimizer = fresh()
-        other.load_state_dict(saved_module)
-        other_optimizer.load_state_dict(saved_optimizer)
-        steps(other, other_optimizer, batches[2:])
-        steps(module, optimizer, batches[2:])
-        for ours, theirs in zip(module.parameters(), other.parameters(), strict=True):
-            ours, theirs = (getattr(p, "_local_tensor", p) for p in (ours, theirs))
-            assert torch.equal(ours, theirs)
-
-    run_ranks(2, run)
+    module, optimizer = fresh()
+    steps(module, optimizer, batches[:2])
+    saved_module = {k: v.clone() for k, v in module.state_dict().items()}
+    saved_optimizer = optimizer.state_dict()
+    other, other_optimizer = fresh()
+    other.load_state_dict(saved_module)
+    other_optimizer.load_state_dict(saved_optimizer)
+    steps(other, other_optimizer, batches[2:])
+    steps(module, optimizer, batches[2:])
+    for ours, theirs in zip(module.parameters(), other.parameters(), strict=True):
+        ours, theirs = (getattr(p, "_local_tensor", p) for p in (ours, theirs))
+        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_step_that_raises_leaves_faces_in_the_groups(stage):
-    def run(rank):
-        module = seeded(Model)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        onefold.shard(module, optimizer, stage=stage)
-        next_token_loss(module, token_batches()[0]).backward()
-        optimizer.param_groups[0]["momentum"] = "wrong"
-        with pytest.raises(TypeError):
-            optimizer.step()
-        optimizer.param_groups[0]["momentum"] = 0
-        optimizer.zero_grad()
-        next_token_loss(module, token_batches()[0]).backward()
-        assert optimizer.param_groups[0]["params"][0] is module.embed.weight
+@every_rank(2)
+def test_a_step_that_raises_leaves_faces_in_the_groups(rank, stage):
+    module = seeded(Model)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    onefold.shard(module, optimizer, stage=stage)
+    next_token_loss(module, token_batches()[0]).backward()
+    optimizer.param_groups[0]["momentum"] = "wrong"
+    with pytest.raises(TypeError):
         optimizer.step()
-        assert optimizer.param_groups[0]["params"][0] is module.embed.weight
+    optimizer.param_groups[0]["momentum"] = 0
+    optimizer.zero_grad()
+    next_token_loss(module, token_batches()[0]).backward()
+    assert optimizer.param_groups[0]["params"][0] is module.embed.weight
+    optimizer.step()
+    assert optimizer.param_groups[0]["params"][0] is module.embed.weight
 
-    run_ranks(2, run)
 
-
-def test_lbfgs_is_refused_where_its_parameters_are_spread():
-    def run(rank):
-        module = seeded(Model)
-        with pytest.raises(onefold.ConfigError, match="LBFGS"):
-            onefold.shard(module, torch.optim.LBFGS(module.parameters()), stage=3)
-
-    run_ranks(2, run)
+@every_rank(2)
+def test_lbfgs_is_refused_where_its_parameters_are_spread(rank):
+    module = seeded(Model)
+    with pytest.raises(onefold.ConfigError, match="LBFGS"):
+        onefold.shard(module, torch.optim.LBFGS(module.parameters()), stage=3)
 
 
 def test_gradients_set_by_hand_are_stepped():
@@ -544,10 +527,8 @@ def test_groups_whose_order_differs_on_each_rank_are_stepped_as_in_plain_torch(
         assert is_built_later or order == ranks[0][1]
 
 
-def test_groups_of_other_parameters_on_one_rank_are_refused_by_name():
-    def body(rank):
-        without = ("layers.1.weight",) if rank == 1 else ()
-        with pytest.raises(ConfigError, match=r"group 0[^$]*'layers.1.weight' on rank 0 alone"):
-            in_an_order_of_its_own(rank, ORDERED[0], 3, without=without)
-
-    run_ranks(3, body)
+@every_rank(3)
+def test_groups_of_other_parameters_on_one_rank_are_refused_by_name(rank):
+    without = ("layers.1.weight",) if rank == 1 else ()
+    with pytest.raises(ConfigError, match=r"group 0[^$]*'layers.1.weight' on rank 0 alone"):
+        in_an_order_of_its_own(rank, ORDERED[0], 3, without=without)

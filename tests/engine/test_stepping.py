@@ -26,7 +26,7 @@ from onefold.recipe import Recipe
 from onefold.tier.step_device import NUM_STREAMS, DeviceStep
 from onefold.wire.collectives import Group
 from tests.engine.test_offload import batches, build, same_as_on_device, small_blocks, train
-from tests.support.ranks import run_ranks
+from tests.support.ranks import every_rank, run_ranks
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 STREAMED = Offload(optimizer="cpu", step="device")
@@ -56,32 +56,28 @@ def test_other_elementwise_optimizers_are_streamed_too(optimizer):
     same_as_on_device(2, STREAMED, optimizer=lambda groups: optimizer(groups, lr=1e-2))
 
 
-def test_a_run_goes_on_streamed_where_the_cpu_left_off(tmp_path):
-    def body(rank: int) -> list[float]:
-        module, optimizer = build("optimizer")
-        train(module, optimizer, batches(2))
-        onefold.save(tmp_path / "saved", module, optimizer)
-        wanted = train(module, optimizer, batches(2, seed=5))
-        module, optimizer = build(STREAMED)
-        onefold.load(tmp_path / "saved", module, optimizer)
-        assert train(module, optimizer, batches(2, seed=5)) == wanted
-        return wanted
-
-    run_ranks(2, body)
+@every_rank(2)
+def test_a_run_goes_on_streamed_where_the_cpu_left_off(rank, tmp_path):
+    module, optimizer = build("optimizer")
+    train(module, optimizer, batches(2))
+    onefold.save(tmp_path / "saved", module, optimizer)
+    wanted = train(module, optimizer, batches(2, seed=5))
+    module, optimizer = build(STREAMED)
+    onefold.load(tmp_path / "saved", module, optimizer)
+    assert train(module, optimizer, batches(2, seed=5)) == wanted
+    return wanted
 
 
 @pytest.mark.parametrize("depth", [3, 9])
-def test_what_is_streamed_takes_a_few_slots_whatever_the_size_of_the_model(depth):
-    def body(rank: int) -> None:
-        module, optimizer = build(STREAMED, depth=depth)
-        train(module, optimizer, batches(3))
-        report = onefold.report(module)
-        staged = report.memory["staging"]["device"]
-        assert staged.now == staged.peak == NUM_STREAMS * 2 * 4 * blocks.BLOCK_NUMEL
-        assert report.predicted["staging"] == staged.peak
-        assert report.memory["optimizer"]["cpu"].now > 0
-
-    run_ranks(2, body)
+@every_rank(2)
+def test_what_is_streamed_takes_a_few_slots_whatever_the_size_of_the_model(rank, depth):
+    module, optimizer = build(STREAMED, depth=depth)
+    train(module, optimizer, batches(3))
+    report = onefold.report(module)
+    staged = report.memory["staging"]["device"]
+    assert staged.now == staged.peak == NUM_STREAMS * 2 * 4 * blocks.BLOCK_NUMEL
+    assert report.predicted["staging"] == staged.peak
+    assert report.memory["optimizer"]["cpu"].now > 0
 
 
 def test_a_cpu_has_nothing_to_choose():

@@ -30,25 +30,18 @@ def test_axes(world_size, stage): ...
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_others(world_size): ...
 
-@pytest.mark.parametrize("size", [1, pytest.param(9, marks=pytest.mark.seldom("others"))])
-def test_sizes(size): ...
-
-@pytest.mark.seldom("others")
-def test_alone(): ...
 """
 
 
-EVERY = """
+SLOW = """
 import pytest
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize("model", range(4))
 @pytest.mark.parametrize("mode", list("abc"))
-def test_grid(model, mode): ...
+def test_slow_grid(model, mode): ...
 
-@pytest.mark.every(3, 2)
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_alone(stage): ...
+@pytest.mark.parametrize("size", [1, 2, pytest.param(9, marks=pytest.mark.again("others"))])
+def test_slow_sizes(size): ...
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_whole(stage): ...
@@ -104,7 +97,6 @@ def test_rows_of_a_grid_hold_each_world_size_stage_and_combination_of_the_others
     items, _ = pytester.inline_genitems("-p", "no:randomly")
     left = grids.left_out(items)
     kept = [item for item in items if item not in left]
-    assert "test_alone" not in {item.name for item in kept}
     rows = [item.callspec.params for item in kept]
     grid = [row for row in rows if "edit" in row]
     assert sorted(row["edit"] for row in grid) == list("abcdefgh")
@@ -113,13 +105,12 @@ def test_rows_of_a_grid_hold_each_world_size_stage_and_combination_of_the_others
         assert {row["world_size"] for row in some} == {1, 2, 3}
         assert {row["stage"] for row in some} == {1, 3}
     assert len(axes) == 3
-    assert [row["size"] for row in rows if "size" in row] == [1]
-    assert len(rows) == len(grid) + len(axes) + 2 + 1
+    assert len(rows) == len(grid) + len(axes) + 2
 
 
 def test_the_same_cases_stay_in_whatever_order_tests_are_collected(pytester):
     """`make test` and `make again` shuffle apart; together they run all rows, each once."""
-    pytester.makepyfile(test_it=GRID + EVERY)
+    pytester.makepyfile(test_it=GRID + SLOW)
     items, _ = pytester.inline_genitems("-p", "no:randomly")
     left = grids.left_out(items)
     for shuffled in (items[::-1], sorted(items, key=lambda item: item.name[::-1])):
@@ -129,44 +120,40 @@ def test_the_same_cases_stay_in_whatever_order_tests_are_collected(pytester):
 def test_one_of_so_many_cases_stays_and_each_shared_value_the_most_ranks_and_the_highest_stage(
     pytester,
 ):
-    pytester.makepyfile(test_it=EVERY)
+    pytester.makepyfile(test_it=SLOW)
     items, _ = pytester.inline_genitems()  # in any order
-    slow = ("test_slow", "test_slow_rows", "test_lone")
+    slow = ("test_slow", "test_slow_rows", "test_slow_grid", "test_slow_sizes", "test_lone")
     grids.leave_to_again(items, {f"test_it.py::{name}" for name in slow})
     stay = [item for item in items if not item.get_closest_marker("again")]
-    assert sorted(item.name for item in stay if item.name.startswith(("test_a", "test_w"))) == [
-        "test_alone[3]", "test_whole[0]", "test_whole[1]", "test_whole[3]",
-    ]  # fmt: skip
-    rows = [item.callspec.params for item in stay if item.name.startswith("test_grid")]
+    rows = [item.callspec.params for item in stay if item.name.startswith("test_slow_grid")]
     assert {row["model"] for row in rows} == set(range(4))
     assert {row["mode"] for row in rows} == set("abc")
-    assert 6 <= len(rows) <= 8
-    assert sorted(item.name for item in stay if item.name.startswith(slow)) == [
+    assert 4 <= len(rows) <= 6
+    assert sorted(item.name for item in stay if "grid" not in item.name) == [
         "test_lone", "test_slow[1-disk]", "test_slow[2-cpu]", "test_slow[3-disk]",
         "test_slow_rows[1-3]", "test_slow_rows[3-2]", "test_slow_rows[4-0]",
+        "test_slow_sizes[1]", "test_slow_sizes[2]",  # this one says by itself what is left out
+        "test_whole[0]", "test_whole[1]", "test_whole[3]",
     ]  # fmt: skip
 
 
 def test_a_test_that_is_left_out_names_one_that_make_test_runs_and_that_keeps_its_law():
     keepers = [keeper for path in TESTS.rglob("test_*.py") for keeper in _keepers(path)]
     assert len(keepers) > 3
-    for mark, keeper in keepers:
+    for keeper in keepers:
         path, _, name = keeper.partition("::")
         body = ast.parse((TESTS.parent / path).read_text()).body
         test = next(node for node in body if getattr(node, "name", None) == name)
         assert isinstance(test, ast.FunctionDef)
         marks = "".join(map(ast.unparse, test.decorator_list))
-        assert "mark.seldom" not in marks, keeper
-        assert mark == "seldom" or "mark.again" not in marks, keeper
+        assert "mark.again" not in marks, keeper
 
 
-def _keepers(path: Path) -> Iterator[tuple[str, str]]:
-    """The marks `seldom` and `again` in a file, each with its argument."""
+def _keepers(path: Path) -> Iterator[str]:
+    """The arguments of the mark `again` in a file."""
     if path == Path(__file__):
         return
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call):
-            of, _, mark = ast.unparse(node.func).rpartition(".")
-            if of == "pytest.mark" and mark in ("seldom", "again"):
-                (keeper,) = node.args
-                yield mark, ast.literal_eval(keeper)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.again":
+            (keeper,) = node.args
+            yield ast.literal_eval(keeper)

@@ -17,9 +17,9 @@ import re
 import runpy
 import shlex
 import tomllib
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from torch.nn import functional as F
 
 import onefold
 from onefold import hf
-from onefold.app.cli.main import _parser, main
+from onefold.app.cli.main import main
 from tests.support.hf_ranks import run_forks
 from tests.support.ranks import run_ranks, seeded
 
@@ -131,20 +131,7 @@ def run(rank: int, program: Program, path: Path) -> None:
         exec(compile(text, str(path), "exec"), names)
 
 
-def every_program() -> list[Any]:
-    found = []
-    for path in RUN:
-        for program in programs(path):
-            for ranks in program.ranks:
-                name = f"{path.relative_to(ROOT)}:{program.line}, ranks {ranks}"
-                found.append(pytest.param(path, program, ranks, id=name))
-    return found
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo
-@pytest.mark.parametrize(("path", "program", "ranks"), every_program())
-def test_the_programs_of_the_pages_run(path, program, ranks, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def run_on(ranks: int, program: Program, path: Path) -> None:
     if program.is_forked:
         pytest.importorskip("accelerate")
         run_forks(ranks, run, program, path)
@@ -152,6 +139,24 @@ def test_the_programs_of_the_pages_run(path, program, ranks, tmp_path, monkeypat
         run(0, program, path)
     else:
         run_ranks(ranks, run, program, path)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo
+@pytest.mark.parametrize("room", sorted({path.parent for path in RUN}), ids=lambda room: room.name)
+def test_the_programs_of_the_pages_run(room, tmp_path, monkeypatch):
+    """On one of its numbers of ranks, in turn."""
+    failed = []
+    pages = [path for path in RUN if path.parent == room]
+    for number, (path, program) in enumerate((p, each) for p in pages for each in programs(p)):
+        (folder := tmp_path / str(number)).mkdir()
+        monkeypatch.chdir(folder)
+        ranks = program.ranks[number % len(program.ranks)]
+        try:
+            run_on(ranks, program, path)
+        except Exception:
+            place = f"{path.relative_to(ROOT)}:{program.line}, ranks {ranks}"
+            failed.append(f"{place}:\n{traceback.format_exc()}")
+    assert not failed, "\n".join(failed)
 
 
 class Dropping(Net):
@@ -218,23 +223,6 @@ def test_most_blocks_run():
     assert len(marked) > 20
 
 
-def commands() -> list[Any]:
-    found = []
-    for path in PAGES:
-        for line, _, text in blocks(path, "console"):
-            for typed in re.findall(r"^\$ (onefold .*)$", text.replace("\\\n", " "), re.M):
-                found.append(pytest.param(typed, id=f"{path.relative_to(ROOT)}:{line} {typed}"))
-    return found
-
-
-@pytest.mark.parametrize("typed", commands())
-def test_the_commands_of_the_pages_parse(typed):
-    try:
-        _parser().parse_args(shlex.split(typed, comments=True)[1:])
-    except SystemExit as ended:
-        assert ended.code == 0, "--help alone may end here"
-
-
 @pytest.mark.parametrize(
     ("page", "number"), [("README.md", 0), ("docs/guides/choose-a-stage.md", 0),
                          ("docs/guides/choose-a-stage.md", 1)],
@@ -269,9 +257,8 @@ READING = runpy.run_path(str(TOOLS / "reading_level.py"))
 WORDS = " ".join(["word"] * 31)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_a_long_sentence_is_found():
+    for text in (
         f"{WORDS}.",
         f"Short. {WORDS}. Short.",
         f"- {WORDS}",
@@ -281,16 +268,13 @@ WORDS = " ".join(["word"] * 31)
         " ".join(["`a b c`"] * 31),
         " ".join(["word"] * 16) + "; " + " ".join(["word"] * 16),
         f"[{WORDS}](page.md)",
-    ],
-)
-def test_a_long_sentence_is_found(text):
-    ((number, _),) = READING["long_sentences"](text)
-    assert number >= 31
+    ):
+        ((number, _),) = READING["long_sentences"](text)
+        assert number >= 31, text
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_short_sentences_pass():
+    right = [
         " ".join(["word"] * 30) + ".",
         "Ten words are in this one, which is not long. " * 9,
         f"```text\n{WORDS}\n```",
@@ -300,10 +284,8 @@ def test_a_long_sentence_is_found(text):
         "Take `" + WORDS + "` as one word.",
         "A heading of four\n\n" + " ".join(["word"] * 28),
         "These are the choices:\n\n- " + " ".join(["word"] * 28),
-    ],
-)
-def test_short_sentences_pass(text):
-    assert READING["long_sentences"](text) == []
+    ]
+    assert [text for text in right if READING["long_sentences"](text)] == []
 
 
 def test_pages_for_newcomers_have_no_long_sentence(capsys):
@@ -331,7 +313,6 @@ def is_text(node: ast.expr) -> bool:
     return isinstance(node, ast.JoinedStr | ast.BinOp) or (" " in str(getattr(node, "value", "")))
 
 
-@cache
 def messages_of_the_source() -> list[str]:
     found = []
     for path in (ROOT / "src" / "onefold").rglob("*.py"):
@@ -359,14 +340,15 @@ def messages_of_the_page() -> list[str]:
     return [re.match(r"\| `(.*?)` \|", row)[1] for row in rows]
 
 
-@pytest.mark.parametrize("message", messages_of_the_page())
-def test_the_messages_of_the_page_are_those_of_the_source(message):
+def test_the_messages_of_the_page_are_those_of_the_source():
     """A failure shows the nearest message that the source has now: put that on the page."""
-    parts = [re.escape(part.strip()) for part in message.split("…") if part.strip()]
-    known = messages_of_the_source()
-    if not any(re.search(".*".join(parts), each, re.S) for each in known):
-        near = difflib.get_close_matches(message, known, n=2, cutoff=0.2)
-        pytest.fail(f"no message reads {message!r}; near are {near}")
+    known, wrong = messages_of_the_source(), []
+    for message in messages_of_the_page():
+        parts = [re.escape(part.strip()) for part in message.split("…") if part.strip()]
+        if not any(re.search(".*".join(parts), each, re.S) for each in known):
+            near = difflib.get_close_matches(message, known, n=2, cutoff=0.2)
+            wrong.append(f"no message reads {message!r}; near are {near}")
+    assert wrong == []
 
 
 # the package and the site

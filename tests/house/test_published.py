@@ -50,10 +50,10 @@ def test_constants_are_the_best_on_their_rows_to_one_hundredth(fit):
         assert loss(rows, other) >= least
 
 
-@pytest.mark.parametrize("fit", CLASSES, ids=lambda fit: fit.name)
-def test_what_was_not_fitted_is_what_the_search_started_from(fit):
-    for name in {"matmul", "attention", "contention", "memory", "link"} - set(fit.constants):
-        assert getattr(fit.efficiency, name) == getattr(fit.start, name)
+def test_what_was_not_fitted_is_what_the_search_started_from():
+    for fit in CLASSES:
+        for name in {"matmul", "attention", "contention", "memory", "link"} - set(fit.constants):
+            assert getattr(fit.efficiency, name) == getattr(fit.start, name), fit.name
 
 
 def test_the_mean_error_is_within_its_target_in_every_part(told):
@@ -78,10 +78,10 @@ def test_scaling_to_many_nodes_was_never_fitted(told):
     assert mean(abs(error) for _, error in far) < 0.10
 
 
-@pytest.mark.parametrize("row", memory_rows(), ids=lambda value: str(value))
-def test_memory_is_within_a_tenth_of_what_was_published(row):
-    _, _, measured, told = row
-    assert told == pytest.approx(measured, rel=0.10)
+def test_memory_is_within_a_tenth_of_what_was_published():
+    rows = memory_rows()
+    assert len(rows) == 12
+    assert [row for row in rows if row[3] != pytest.approx(row[2], rel=0.10)] == []
 
 
 def test_a_drawing_has_a_line_for_each_stream_and_a_mark_for_each_unit():

@@ -57,12 +57,11 @@ def test_no_other_file_formats_bytes_rates_short_times_or_percentages():
     assert ours == []
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["f'{n / 2**20:.1f} MiB'", "f'{n:.0f}GB/s'", "f'{s:.3g} ms'", "f'{x:.0%} of'", "f'{x:.1f} %'"],
-)
-def test_the_law_of_formats_sees(text):
-    assert formats_itself(ast.parse(text, mode="eval").body)
+def test_the_law_of_formats_sees():
+    for text in (
+        "f'{n / 2**20:.1f} MiB'", "f'{n:.0f}GB/s'", "f'{s:.3g} ms'", "f'{x:.0%} of'", "f'{x:.1f} %'"
+    ):  # fmt: skip
+        assert formats_itself(ast.parse(text, mode="eval").body), text
 
 
 def test_one_number_has_one_text():

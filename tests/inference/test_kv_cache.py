@@ -126,7 +126,6 @@ MODES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("build", [llama, gpt2, mixtral, gemma])
 def test_generate_gives_the_tokens_and_logits_of_dynamic_cache(

@@ -25,7 +25,7 @@ from onefold.layout.ledger import Kind
 from onefold.recipe import Member, Recipe, UnitRecipe
 from onefold.tier import disk
 from tests.support.models import Model, next_token_loss, token_batches
-from tests.support.ranks import run_ranks, seeded
+from tests.support.ranks import every_rank, run_ranks, seeded
 
 BLOCKS = 6
 BLOCK_NBYTES = 4 * 1280  # of a block's unsharded weights, gaps between parameters included
@@ -66,33 +66,30 @@ def stays(module: nn.Module) -> list[bool]:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_outputs_are_bitwise_those_of_the_resident_module(world_size, share, tied, tmp_path):
-    def body(rank: int) -> None:
-        resident, module = plain(tied), plain(tied)
-        streamed(module, share, f"disk:{tmp_path}")
-        with torch.no_grad():
-            for batch in token_batches(4):
-                mine = batch[rank::world_size]
-                assert torch.equal(module(mine), resident(mine))
-
-    run_ranks(world_size, body)
+@every_rank()
+def test_outputs_are_bitwise_those_of_the_resident_module(rank, world_size, share, tied, tmp_path):
+    resident, module = plain(tied), plain(tied)
+    streamed(module, share, f"disk:{tmp_path}")
+    with torch.no_grad():
+        for batch in token_batches(4):
+            mine = batch[rank::world_size]
+            assert torch.equal(module(mine), resident(mine))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("offload", ["cpu", None])
-def test_weights_that_rest_in_memory_stream_as_well(offload, world_size):
-    def body(rank: int) -> None:
-        resident, module = plain(), plain()
-        onefold.stream(module, offload=offload, budget=2 * nbytes_of(module))
-        with torch.no_grad():
-            for batch in token_batches(2):
-                assert torch.equal(module(batch), resident(batch))
-
-    run_ranks(world_size, body)
+@every_rank()
+def test_weights_that_rest_in_memory_stream_as_well(rank, offload, world_size):
+    resident, module = plain(), plain()
+    onefold.stream(module, offload=offload, budget=2 * nbytes_of(module))
+    with torch.no_grad():
+        for batch in token_batches(2):
+            assert torch.equal(module(batch), resident(batch))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_weights_that_a_forward_reads_one_by_one_are_those_of_the_resident_module(world_size):
+@every_rank()
+def test_weights_that_a_forward_reads_one_by_one_are_those_of_the_resident_module(rank, world_size):
     """A read that changed what modules show would bring a tied weight twice."""
 
     class Reads(nn.Module):
@@ -106,15 +103,12 @@ def test_weights_that_a_forward_reads_one_by_one_are_those_of_the_resident_modul
             assert len(halves) == 2
             return F.linear(self.table(tokens), *halves)
 
-    def body(rank: int) -> None:
-        resident, module = seeded(Reads), seeded(Reads)
-        onefold.stream(module, offload="cpu", budget=2 * nbytes_of(module) + (1 << 20))
-        with torch.no_grad():
-            for _ in range(2):
-                tokens = torch.arange(8)
-                assert torch.equal(module(tokens), resident(tokens))
-
-    run_ranks(world_size, body)
+    resident, module = seeded(Reads), seeded(Reads)
+    onefold.stream(module, offload="cpu", budget=2 * nbytes_of(module) + (1 << 20))
+    with torch.no_grad():
+        for _ in range(2):
+            tokens = torch.arange(8)
+            assert torch.equal(module(tokens), resident(tokens))
 
 
 class LateEvent:
@@ -220,33 +214,31 @@ def test_a_slow_disk_of_one_rank_delays_all_and_changes_nothing(tmp_path, monkey
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_parts_have_hooks_only_while_weights_have_yet_to_come(world_size, tmp_path):
-    def body(rank: int) -> None:
-        resident, module = plain(), plain()
-        streamed(module, 1.0, f"disk:{tmp_path}")
-        batch = token_batches(1)[0]
-        blocks = list(module.blocks)
+@every_rank()
+def test_parts_have_hooks_only_while_weights_have_yet_to_come(rank, world_size, tmp_path):
+    resident, module = plain(), plain()
+    streamed(module, 1.0, f"disk:{tmp_path}")
+    batch = token_batches(1)[0]
+    blocks = list(module.blocks)
 
-        def check(*, are_hooked: bool) -> None:
-            assert any(block._forward_hooks for block in blocks) == are_hooked
-            assert any(block._forward_pre_hooks for block in blocks) == are_hooked
+    def check(*, are_hooked: bool) -> None:
+        assert any(block._forward_hooks for block in blocks) == are_hooked
+        assert any(block._forward_pre_hooks for block in blocks) == are_hooked
 
-        check(are_hooked=True)
-        with torch.no_grad():
-            for _ in range(2):
-                assert torch.equal(module(batch), resident(batch))
-                check(are_hooked=False)
-            with onefold.unsharded(module):
-                pass
+    check(are_hooked=True)
+    with torch.no_grad():
+        for _ in range(2):
             assert torch.equal(module(batch), resident(batch))
             check(are_hooked=False)
-            for part, plain_part in zip(blocks, resident.blocks, strict=True):
-                x = torch.randn(2, 3, 16)
-                assert torch.equal(part(x), plain_part(x))
-        with pytest.raises(StateError, match=r"onefold\.stream"):
-            module(batch).sum().backward()
-
-    run_ranks(world_size, body)
+        with onefold.unsharded(module):
+            pass
+        assert torch.equal(module(batch), resident(batch))
+        check(are_hooked=False)
+        for part, plain_part in zip(blocks, resident.blocks, strict=True):
+            x = torch.randn(2, 3, 16)
+            assert torch.equal(part(x), plain_part(x))
+    with pytest.raises(StateError, match=r"onefold\.stream"):
+        module(batch).sum().backward()
 
 
 def test_parts_of_the_module_may_be_called_alone(tmp_path):

@@ -6,9 +6,9 @@ from tests.support.programs.choosing import choose_seeds, covered_pairs
 from tests.support.programs.chosen import CHOSEN
 
 
-def test_chosen_seeds_cover_twice_the_pairs_of_the_first_sixty():
+def test_eighty_chosen_seeds_cover_twice_the_pairs_of_the_first_sixty():
     assert len(set(CHOSEN)) == len(CHOSEN) == 120
-    assert len(covered_pairs(CHOSEN)) >= 2 * len(covered_pairs(range(60)))
+    assert len(covered_pairs(CHOSEN[:80])) >= 2 * len(covered_pairs(range(60)))
 
 
 def test_seeds_that_do_not_run_are_left_out_and_what_they_cover_is_covered_by_others():

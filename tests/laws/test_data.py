@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 import onefold
 from onefold import Wire
 from onefold.engine.registry import engine_of
-from tests.support.ranks import run_ranks, seeded
+from tests.support.ranks import every_rank, run_ranks, seeded
 
 X = torch.linspace(-1, 1, 16).view(2, 8)
 WAYS = [
@@ -87,27 +87,26 @@ EDITS = {
 
 
 @pytest.mark.parametrize("way", [WAYS[0], WAYS[3]], ids=str)
-def test_an_edit_by_way_of_data_is_what_the_next_forward_reads(way):
-    def body(rank):
-        module, _ = start(way)
-        weight, bias = module[1].weight, module[1].bias
-        kept = weight.data
-        with torch.no_grad():
-            module[0].weight.zero_()
-            module[0].bias.fill_(1.0)
-            bias.zero_()
-            for name, edit in {**EDITS, "of what was kept": lambda p: kept.fill_(0.5)}.items():
-                weight.zero_()
-                torch.testing.assert_close(module(X), torch.zeros(2, 8), rtol=0, atol=0.1, msg=name)
-                edit(weight)
-                wanted = torch.full((2, 8), 0.5 * 32)
-                torch.testing.assert_close(module(X), wanted, rtol=0.01, atol=0, msg=name)
-
-    run_ranks(4, body)
+@every_rank(4)
+def test_an_edit_by_way_of_data_is_what_the_next_forward_reads(rank, way):
+    module, _ = start(way)
+    weight, bias = module[1].weight, module[1].bias
+    kept = weight.data
+    with torch.no_grad():
+        module[0].weight.zero_()
+        module[0].bias.fill_(1.0)
+        bias.zero_()
+        for name, edit in {**EDITS, "of what was kept": lambda p: kept.fill_(0.5)}.items():
+            weight.zero_()
+            torch.testing.assert_close(module(X), torch.zeros(2, 8), rtol=0, atol=0.1, msg=name)
+            edit(weight)
+            wanted = torch.full((2, 8), 0.5 * 32)
+            torch.testing.assert_close(module(X), wanted, rtol=0.01, atol=0, msg=name)
 
 
 @pytest.mark.parametrize("way", WAYS[1:2] + WAYS[3:], ids=str)
-def test_an_edit_inside_forward_changes_the_elements_that_it_changes(way):
+@every_rank(4)
+def test_an_edit_inside_forward_changes_the_elements_that_it_changes(rank, way):
     """The others stay as exact as they rest, and backward computes with what forward has left."""
 
     class Clamping(nn.Linear):
@@ -115,32 +114,27 @@ def test_an_edit_inside_forward_changes_the_elements_that_it_changes(way):
             self.weight.data.clamp_(max=0.1)
             return super().forward(x)
 
-    def body(rank):
-        module = seeded(lambda: nn.Sequential(Clamping(8, 32), nn.Linear(32, 8)))
-        before = module[0].weight.detach().clone()
-        mesh = init_device_mesh("cpu", way["mesh"]) if "mesh" in way else None
-        onefold.shard(module, **{**way, "mesh": mesh})
-        for _ in range(2):
-            module(X).sum().backward()
-            after = whole(module)[0]
-            is_kept = before < 0.09
-            assert torch.equal(after[is_kept], before[is_kept])
-            torch.testing.assert_close(after, before.clamp(max=0.1), rtol=0, atol=4e-4)
-
-    run_ranks(4, body)
+    module = seeded(lambda: nn.Sequential(Clamping(8, 32), nn.Linear(32, 8)))
+    before = module[0].weight.detach().clone()
+    mesh = init_device_mesh("cpu", way["mesh"]) if "mesh" in way else None
+    onefold.shard(module, **{**way, "mesh": mesh})
+    for _ in range(2):
+        module(X).sum().backward()
+        after = whole(module)[0]
+        is_kept = before < 0.09
+        assert torch.equal(after[is_kept], before[is_kept])
+        torch.testing.assert_close(after, before.clamp(max=0.1), rtol=0, atol=4e-4)
 
 
-def test_a_copy_of_data_is_a_dtensor_whose_edits_are_its_own():
-    def body(rank):
-        module, _ = start({"stage": 3})
-        weight, unit = module[0].weight, engine_of(module).units[0]
-        before = weight.full_tensor()
-        copied = copy.deepcopy(weight.data)
-        assert isinstance(copied, DTensor)
-        edits = unit.edits.all()
-        copied.zero_()
-        assert unit.edits.all() == edits
-        assert torch.equal(weight.full_tensor(), before)
-        assert not copied.full_tensor().any()
-
-    run_ranks(2, body)
+@every_rank(2)
+def test_a_copy_of_data_is_a_dtensor_whose_edits_are_its_own(rank):
+    module, _ = start({"stage": 3})
+    weight, unit = module[0].weight, engine_of(module).units[0]
+    before = weight.full_tensor()
+    copied = copy.deepcopy(weight.data)
+    assert isinstance(copied, DTensor)
+    edits = unit.edits.all()
+    copied.zero_()
+    assert unit.edits.all() == edits
+    assert torch.equal(weight.full_tensor(), before)
+    assert not copied.full_tensor().any()

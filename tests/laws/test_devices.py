@@ -17,7 +17,7 @@ import onefold
 from onefold.layout.units import Owned
 from onefold.wire import devices, ranks
 from onefold.wire.collectives import Group
-from tests.support.ranks import run_ranks
+from tests.support.ranks import every_rank, run_ranks
 
 ALONE = Group(0, 1, None)
 
@@ -46,14 +46,12 @@ def test_without_an_accelerator_it_stays():
     assert devices.device_of(owned("cpu"), ALONE) == torch.device("cpu")
 
 
-def test_a_group_or_a_mesh_for_cpus_keeps_it_there(eight_devices):
-    def body(rank):
-        group = Group.of(dist.group.WORLD)
-        assert devices.device_of(owned("cpu"), group) == torch.device("cpu")
-        mesh = init_device_mesh("cpu", (2,))
-        assert devices.device_of(owned("cpu"), ALONE, mesh) == torch.device("cpu")
-
-    run_ranks(2, body)
+@every_rank(2)
+def test_a_group_or_a_mesh_for_cpus_keeps_it_there(rank, eight_devices):
+    group = Group.of(dist.group.WORLD)
+    assert devices.device_of(owned("cpu"), group) == torch.device("cpu")
+    mesh = init_device_mesh("cpu", (2,))
+    assert devices.device_of(owned("cpu"), ALONE, mesh) == torch.device("cpu")
 
 
 def test_a_group_for_both_kinds_moves_it(eight_devices, monkeypatch):
@@ -74,26 +72,20 @@ def test_more_ranks_than_devices_is_an_error_that_says_what_to_start(eight_devic
         devices.own_device_index()
 
 
-def test_two_ranks_on_one_device_is_an_error_on_both_that_names_local_rank():
-    def body(rank):
-        with pytest.raises(onefold.ConfigError) as caught:
-            devices.check_devices(torch.device("cuda", 0), Group.of(dist.group.WORLD))
-        assert f"cuda:0 on ranks 0 and 1, both on host {socket.gethostname()!r}" in str(
-            caught.value
-        )
-        assert "LOCAL_RANK" in str(caught.value)
-        assert "ONEFOLD_SHARE_DEVICES=1" in str(caught.value)
-
-    run_ranks(2, body)
+@every_rank(2)
+def test_two_ranks_on_one_device_is_an_error_on_both_that_names_local_rank(rank):
+    with pytest.raises(onefold.ConfigError) as caught:
+        devices.check_devices(torch.device("cuda", 0), Group.of(dist.group.WORLD))
+    assert f"cuda:0 on ranks 0 and 1, both on host {socket.gethostname()!r}" in str(caught.value)
+    assert "LOCAL_RANK" in str(caught.value)
+    assert "ONEFOLD_SHARE_DEVICES=1" in str(caught.value)
 
 
-def test_a_rank_whose_module_stayed_on_the_cpu_is_named():
-    def body(rank):
-        device = torch.device("cuda", 0) if rank == 0 else torch.device("cpu")
-        with pytest.raises(onefold.ConfigError, match="cuda:0 on rank 0 and cpu on rank 1"):
-            devices.check_devices(device, Group.of(dist.group.WORLD))
-
-    run_ranks(2, body)
+@every_rank(2)
+def test_a_rank_whose_module_stayed_on_the_cpu_is_named(rank):
+    device = torch.device("cuda", 0) if rank == 0 else torch.device("cpu")
+    with pytest.raises(onefold.ConfigError, match="cuda:0 on rank 0 and cpu on rank 1"):
+        devices.check_devices(device, Group.of(dist.group.WORLD))
 
 
 def test_a_lone_rank_hears_once_of_the_devices_it_leaves_idle(eight_devices):

@@ -29,7 +29,7 @@ from torch.utils import _foreach_utils
 
 import onefold
 from onefold.config import Offload
-from tests.support.ranks import run_ranks, seeded
+from tests.support.ranks import every_rank, run_ranks, seeded
 from tests.support.zoo import (
     STAGES,
     WIDTH,
@@ -192,36 +192,32 @@ def test_outside_forward_a_narrower_compute_dtype_does_not_show(stage, precision
 
 
 @every_stage
-def test_a_parameter_is_one_object_between_steps(stage):
-    def body(rank: int) -> None:
-        module, optimizer = ready(Tower, stage)
-        before = {name: p for name, p in module.named_parameters()}
-        for batch in rows():
-            one_step(module, optimizer, batch)
-            with onefold.unsharded(module):
-                pass
-            for name, parameter in module.named_parameters():
-                assert parameter is before[name], name
-        assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {
-            id(p) for p in before.values()
-        }
-        assert len({*module.parameters()}) == len(before)
-
-    in_ranks(3, body)
+@every_rank(3)
+def test_a_parameter_is_one_object_between_steps(rank, stage):
+    module, optimizer = ready(Tower, stage)
+    before = {name: p for name, p in module.named_parameters()}
+    for batch in rows():
+        one_step(module, optimizer, batch)
+        with onefold.unsharded(module):
+            pass
+        for name, parameter in module.named_parameters():
+            assert parameter is before[name], name
+    assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {
+        id(p) for p in before.values()
+    }
+    assert len({*module.parameters()}) == len(before)
 
 
 @every_stage
-def test_modules_and_parameters_print(stage):
-    def body(rank: int) -> None:
-        module, optimizer = ready(Tower, stage)
-        for _ in range(2):
-            assert "Linear(in_features=8, out_features=7" in repr(module)
-            for parameter in module.parameters():
-                assert "tensor" in repr(parameter).lower()
-                assert str(parameter)
-            one_step(module, optimizer, rows()[0])
-
-    in_ranks(2, body)
+@every_rank(2)
+def test_modules_and_parameters_print(rank, stage):
+    module, optimizer = ready(Tower, stage)
+    for _ in range(2):
+        assert "Linear(in_features=8, out_features=7" in repr(module)
+        for parameter in module.parameters():
+            assert "tensor" in repr(parameter).lower()
+            assert str(parameter)
+        one_step(module, optimizer, rows()[0])
 
 
 # DTensors
@@ -835,58 +831,50 @@ def refuses_every_use(parameter: Tensor) -> None:
 
 
 @sharded_stages
-def test_the_objects_that_were_parameters_before_are_errors_that_name_them(stage):
-    def body(rank: int) -> None:
-        module = seeded(Tower)
-        before = module.blocks[0].up.weight
-        onefold.shard(module, adamw(module), stage=stage)
-        refuses_every_use(before)
-
-    in_ranks(2, body)
+@every_rank(2)
+def test_the_objects_that_were_parameters_before_are_errors_that_name_them(rank, stage):
+    module = seeded(Tower)
+    before = module.blocks[0].up.weight
+    onefold.shard(module, adamw(module), stage=stage)
+    refuses_every_use(before)
 
 
-def test_at_stage_0_the_objects_that_were_parameters_still_are():
-    def body(rank: int) -> None:
-        module = seeded(Tower)
-        before = dict(module.named_parameters())
-        optimizer = adamw(module)
-        onefold.shard(module, optimizer, stage=0)
-        one_step(module, optimizer, rows()[0])
-        for name, parameter in module.named_parameters():
-            assert parameter is before[name]
-
-    in_ranks(2, body)
+@every_rank(2)
+def test_at_stage_0_the_objects_that_were_parameters_still_are(rank):
+    module = seeded(Tower)
+    before = dict(module.named_parameters())
+    optimizer = adamw(module)
+    onefold.shard(module, optimizer, stage=0)
+    one_step(module, optimizer, rows()[0])
+    for name, parameter in module.named_parameters():
+        assert parameter is before[name]
 
 
-def test_whole_weights_kept_from_a_forward_are_errors_once_resharded():
-    def body(rank: int) -> None:
-        module, _ = ready(Tower, 3)
-        kept: list[Tensor] = []
-        module.blocks[0].up.register_forward_pre_hook(lambda m, args: kept.append(m.weight))
-        with torch.no_grad():
-            module(rows()[0])
-        refuses_every_use(kept[0])
-
-    in_ranks(2, body)
+@every_rank(2)
+def test_whole_weights_kept_from_a_forward_are_errors_once_resharded(rank):
+    module, _ = ready(Tower, 3)
+    kept: list[Tensor] = []
+    module.blocks[0].up.register_forward_pre_hook(lambda m, args: kept.append(m.weight))
+    with torch.no_grad():
+        module(rows()[0])
+    refuses_every_use(kept[0])
 
 
 @every_stage
-def test_whole_weights_kept_from_a_forward_are_never_stale(stage):
-    def body(rank: int) -> None:
-        module, optimizer = ready(Tower, stage)
-        kept: list[Tensor] = []
-        module.blocks[0].up.register_forward_pre_hook(lambda m, args: kept.append(m.weight))
-        for batch in rows():
-            one_step(module, optimizer, batch)
-            now = values(module)["blocks.0.up.weight"]
-            for weight in kept:
-                try:
-                    shown = whole(weight.detach())
-                except onefold.StateError:
-                    continue
-                assert torch.equal(shown, now)
-
-    in_ranks(2, body)
+@every_rank(2)
+def test_whole_weights_kept_from_a_forward_are_never_stale(rank, stage):
+    module, optimizer = ready(Tower, stage)
+    kept: list[Tensor] = []
+    module.blocks[0].up.register_forward_pre_hook(lambda m, args: kept.append(m.weight))
+    for batch in rows():
+        one_step(module, optimizer, batch)
+        now = values(module)["blocks.0.up.weight"]
+        for weight in kept:
+            try:
+                shown = whole(weight.detach())
+            except onefold.StateError:
+                continue
+            assert torch.equal(shown, now)
 
 
 # unsharded
@@ -957,29 +945,27 @@ EDITS = {
 @every_stage
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_edits_in_unsharded_are_kept_with_writeback_and_lost_without(world_size, stage, edit):
-    def body(rank: int) -> None:
-        module, optimizer = ready(Tower, stage)
-        one_step(module, optimizer, rows()[0])
-        before = values(module)
-        faces = dict(module.named_parameters())
-        with onefold.unsharded(module):
-            EDITS[edit](module)
-        assert_values(module, before)
-        with onefold.unsharded(module, writeback=True):
-            EDITS[edit](module)
-        edited = {name: torch.full_like(value, 0.5) for name, value in before.items()}
-        assert_values(module, edited)
-        for name, parameter in module.named_parameters():
-            assert parameter is faces[name], name
-        with torch.no_grad():
-            got = module(torch.ones(1, WIDTH))
-        other = seeded(Tower)
-        _copy(other)
-        torch.testing.assert_close(got, other(torch.ones(1, WIDTH)).detach())
-        one_step(module, optimizer, rows()[1])
-
-    in_ranks(world_size, body)
+@every_rank()
+def test_edits_in_unsharded_are_kept_with_writeback_and_lost_without(rank, world_size, stage, edit):
+    module, optimizer = ready(Tower, stage)
+    one_step(module, optimizer, rows()[0])
+    before = values(module)
+    faces = dict(module.named_parameters())
+    with onefold.unsharded(module):
+        EDITS[edit](module)
+    assert_values(module, before)
+    with onefold.unsharded(module, writeback=True):
+        EDITS[edit](module)
+    edited = {name: torch.full_like(value, 0.5) for name, value in before.items()}
+    assert_values(module, edited)
+    for name, parameter in module.named_parameters():
+        assert parameter is faces[name], name
+    with torch.no_grad():
+        got = module(torch.ones(1, WIDTH))
+    other = seeded(Tower)
+    _copy(other)
+    torch.testing.assert_close(got, other(torch.ones(1, WIDTH)).detach())
+    one_step(module, optimizer, rows()[1])
 
 
 @pytest.mark.parametrize("units", [None, each_module], ids=["inferred", "fine"])
@@ -1015,34 +1001,30 @@ def _frozen_norm(script: Callable[[Process], None], process: Process) -> None:
 
 @every_stage
 @pytest.mark.parametrize("writeback", [False, True])
-def test_after_an_exception_in_unsharded_the_module_trains_on(stage, writeback):
-    def body(rank: int) -> None:
-        module, optimizer = ready(Tower, stage)
-        before = values(module)
-        with pytest.raises(ZeroDivisionError), onefold.unsharded(module, writeback=writeback):
-            raise ZeroDivisionError
-        assert_values(module, before)
-        one_step(module, optimizer, rows()[0])
-        for name, value in values(module).items():
-            assert not torch.equal(value, before[name]), name
-
-    in_ranks(2, body)
+@every_rank(2)
+def test_after_an_exception_in_unsharded_the_module_trains_on(rank, stage, writeback):
+    module, optimizer = ready(Tower, stage)
+    before = values(module)
+    with pytest.raises(ZeroDivisionError), onefold.unsharded(module, writeback=writeback):
+        raise ZeroDivisionError
+    assert_values(module, before)
+    one_step(module, optimizer, rows()[0])
+    for name, value in values(module).items():
+        assert not torch.equal(value, before[name]), name
 
 
 @every_stage
-def test_a_shape_changed_in_unsharded_is_an_error_that_leaves_the_module_usable(stage):
-    def body(rank: int) -> None:
-        module, optimizer = ready(Tower, stage)
-        before = values(module)
-        with (
-            pytest.raises(onefold.StateError, match=r"'blocks\.0\.up\.weight'.*\n*hint: "),
-            onefold.unsharded(module, writeback=True),
-        ):
-            module.blocks[0].up.weight = nn.Parameter(torch.ones(2, 2))
-        assert_values(module, before)
-        one_step(module, optimizer, rows()[0])
-
-    in_ranks(2, body)
+@every_rank(2)
+def test_a_shape_changed_in_unsharded_is_an_error_that_leaves_the_module_usable(rank, stage):
+    module, optimizer = ready(Tower, stage)
+    before = values(module)
+    with (
+        pytest.raises(onefold.StateError, match=r"'blocks\.0\.up\.weight'.*\n*hint: "),
+        onefold.unsharded(module, writeback=True),
+    ):
+        module.blocks[0].up.weight = nn.Parameter(torch.ones(2, 2))
+    assert_values(module, before)
+    one_step(module, optimizer, rows()[0])
 
 
 @every_stage
@@ -1063,16 +1045,14 @@ def test_unsharded_nests_and_frees_what_it_gathered(stage):
 
 
 @every_stage
-def test_a_module_runs_and_is_differentiated_in_unsharded(stage):
-    def body(rank: int) -> None:
-        module, optimizer = ready(Tower, stage)
-        with onefold.unsharded(module):
-            loss = squared(module)(rows()[0])
-            (slope,) = torch.autograd.grad(loss, module.first.weight)
-            assert slope.abs().sum() > 0
-        one_step(module, optimizer, rows()[0])
-
-    in_ranks(2, body)
+@every_rank(2)
+def test_a_module_runs_and_is_differentiated_in_unsharded(rank, stage):
+    module, optimizer = ready(Tower, stage)
+    with onefold.unsharded(module):
+        loss = squared(module)(rows()[0])
+        (slope,) = torch.autograd.grad(loss, module.first.weight)
+        assert slope.abs().sum() > 0
+    one_step(module, optimizer, rows()[0])
 
 
 def _backwards_in_unsharded(process: Process) -> None:
@@ -1142,49 +1122,46 @@ def test_hooks_of_gradients_run_after_unsharded(world_size):
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("is_earlier", [False, True])
-def test_gradients_of_a_block_that_failed_are_not_stepped(stage, is_earlier):
-    def body(rank: int) -> None:
-        module, optimizer = ready(Tower, stage)
-        loss = squared(module)
-        if is_earlier:
-            loss(rows()[0]).backward()
-        with pytest.raises(ZeroDivisionError), onefold.unsharded(module):
-            loss(rows()[0]).backward()
-            raise ZeroDivisionError
-        with pytest.raises(onefold.StateError, match=r"first.*whole backwards(.*\n)*hint: "):
-            optimizer.step()
-        optimizer.zero_grad()
-        one_step(module, optimizer, rows()[0])
-
-    in_ranks(2, body)
+@every_rank(2)
+def test_gradients_of_a_block_that_failed_are_not_stepped(rank, stage, is_earlier):
+    module, optimizer = ready(Tower, stage)
+    loss = squared(module)
+    if is_earlier:
+        loss(rows()[0]).backward()
+    with pytest.raises(ZeroDivisionError), onefold.unsharded(module):
+        loss(rows()[0]).backward()
+        raise ZeroDivisionError
+    with pytest.raises(onefold.StateError, match=r"first.*whole backwards(.*\n)*hint: "):
+        optimizer.step()
+    optimizer.zero_grad()
+    one_step(module, optimizer, rows()[0])
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_half_a_backward_in_unsharded_is_an_error(world_size):
-    def body(rank: int) -> None:
-        module, optimizer = ready(Tower, 3, offload=Offload("cpu", "cpu"))
-        loss = squared(module)
-        with onefold.unsharded(module):
-            output = loss(rows()[0])
-        with pytest.raises(onefold.StateError, match=r"after the block(.*\n)*hint: "):
-            output.backward()
-        if world_size > 1:  # else the weights that the graph needs are there
-            output = loss(rows()[0])
-            wanted = pytest.raises(onefold.StateError, match=r"inside the block(.*\n)*hint: ")
-            with wanted, onefold.unsharded(module):
-                output.backward()
-        wanted = pytest.raises(onefold.StateError, match=r"after onefold.unsharded(.*\n)*hint: ")
+@every_rank()
+def test_half_a_backward_in_unsharded_is_an_error(rank, world_size):
+    module, optimizer = ready(Tower, 3, offload=Offload("cpu", "cpu"))
+    loss = squared(module)
+    with onefold.unsharded(module):
+        output = loss(rows()[0])
+    with pytest.raises(onefold.StateError, match=r"after the block(.*\n)*hint: "):
+        output.backward()
+    if world_size > 1:  # else the weights that the graph needs are there
+        output = loss(rows()[0])
+        wanted = pytest.raises(onefold.StateError, match=r"inside the block(.*\n)*hint: ")
         with wanted, onefold.unsharded(module):
-            loss(rows()[0]).backward()
-            optimizer.step()
-        optimizer.zero_grad()
-        one_step(module, optimizer, rows()[0])
-
-    in_ranks(world_size, body)
+            output.backward()
+    wanted = pytest.raises(onefold.StateError, match=r"after onefold.unsharded(.*\n)*hint: ")
+    with wanted, onefold.unsharded(module):
+        loss(rows()[0]).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    one_step(module, optimizer, rows()[0])
 
 
 @every_stage
-def test_a_container_without_modules_keeps_edits_of_its_own_parameter(stage):
+@every_rank(2)
+def test_a_container_without_modules_keeps_edits_of_its_own_parameter(rank, stage):
     """Its length is 0, so it is false where a test for None is meant."""
 
     class Scale(nn.Sequential):
@@ -1195,30 +1172,25 @@ def test_a_container_without_modules_keeps_edits_of_its_own_parameter(stage):
         def forward(self, x):
             return x * self.scale
 
-    def body(rank: int) -> None:
-        module = nn.Sequential(Scale(), nn.Linear(3, 3))
-        onefold.shard(module, stage=stage)
-        with onefold.unsharded(module, writeback=True):
-            module[0].scale.data.mul_(2.0)
-        with onefold.unsharded(module):
-            assert torch.equal(module[0].scale, torch.full((3,), 2.0))
-
-    in_ranks(2, body)
+    module = nn.Sequential(Scale(), nn.Linear(3, 3))
+    onefold.shard(module, stage=stage)
+    with onefold.unsharded(module, writeback=True):
+        module[0].scale.data.mul_(2.0)
+    with onefold.unsharded(module):
+        assert torch.equal(module[0].scale, torch.full((3,), 2.0))
 
 
 @every_stage
-def test_unsharded_inside_forward_is_an_error(stage):
+@every_rank(2)
+def test_unsharded_inside_forward_is_an_error(rank, stage):
     class Peeking(Tower):
         def forward(self, x):
             with onefold.unsharded(self):
                 return super().forward(x)
 
-    def body(rank: int) -> None:
-        module, _ = ready(Peeking, stage)
-        with pytest.raises(onefold.StateError, match=f"rank {rank}.*\n*hint: "):
-            module(rows()[0])
-
-    in_ranks(2, body)
+    module, _ = ready(Peeking, stage)
+    with pytest.raises(onefold.StateError, match=f"rank {rank}.*\n*hint: "):
+        module(rows()[0])
 
 
 # copying, meta, report
@@ -1230,47 +1202,41 @@ def test_unsharded_inside_forward_is_an_error(stage):
     [copy.deepcopy, pickle.dumps, lambda m: torch.save(m, io.BytesIO())],
     ids=["deepcopy", "pickle", "save"],
 )
-def test_a_sharded_module_is_not_copied_by_accident(stage, copier):
-    def body(rank: int) -> None:
-        module, optimizer = ready(Tower, stage)
-        before = values(module)
-        with pytest.raises(onefold.StateError, match="hint: "):
-            copier(module)
-        assert_values(module, before)
-        one_step(module, optimizer, rows()[0])
-
-    in_ranks(2, body)
+@every_rank(2)
+def test_a_sharded_module_is_not_copied_by_accident(rank, stage, copier):
+    module, optimizer = ready(Tower, stage)
+    before = values(module)
+    with pytest.raises(onefold.StateError, match="hint: "):
+        copier(module)
+    assert_values(module, before)
+    one_step(module, optimizer, rows()[0])
 
 
 @every_stage
-def test_a_copied_state_dict_is_a_snapshot(stage):
-    def body(rank: int) -> None:
-        module, optimizer = ready(Tower, stage)
-        before = values(module)
-        kept = copy.deepcopy(module.state_dict())
-        one_step(module, optimizer, rows()[0])
-        for name, value in kept.items():
-            assert torch.equal(whole(value), before[name]), name
-        module.load_state_dict(kept)
-        assert_values(module, before)
-
-    in_ranks(2, body)
+@every_rank(2)
+def test_a_copied_state_dict_is_a_snapshot(rank, stage):
+    module, optimizer = ready(Tower, stage)
+    before = values(module)
+    kept = copy.deepcopy(module.state_dict())
+    one_step(module, optimizer, rows()[0])
+    for name, value in kept.items():
+        assert torch.equal(whole(value), before[name]), name
+    module.load_state_dict(kept)
+    assert_values(module, before)
 
 
 @every_stage
 @pytest.mark.filterwarnings("ignore:torch.save of a sharded module")
-def test_a_state_dict_survives_torch_save(stage):
-    def body(rank: int) -> None:
-        module, optimizer = ready(Tower, stage)
-        before = values(module)
-        file = io.BytesIO()
-        torch.save({"module": module.state_dict(), "optimizer": optimizer.state_dict()}, file)
-        one_step(module, optimizer, rows()[0])
-        file.seek(0)
-        module.load_state_dict(torch.load(file, weights_only=False)["module"])
-        assert_values(module, before)
-
-    in_ranks(2, body)
+@every_rank(2)
+def test_a_state_dict_survives_torch_save(rank, stage):
+    module, optimizer = ready(Tower, stage)
+    before = values(module)
+    file = io.BytesIO()
+    torch.save({"module": module.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    one_step(module, optimizer, rows()[0])
+    file.seek(0)
+    module.load_state_dict(torch.load(file, weights_only=False)["module"])
+    assert_values(module, before)
 
 
 class Counting(nn.Module):
@@ -1347,31 +1313,27 @@ def test_a_module_built_on_meta_has_the_same_random_values_at_every_stage():
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_meta_module_without_reset_parameters_is_a_config_error_that_names_it(world_size):
+@every_rank()
+def test_a_meta_module_without_reset_parameters_is_a_config_error_that_names_it(rank, world_size):
     class Unresettable(nn.Module):
         def __init__(self):
             super().__init__()
             self.weight = nn.Parameter(torch.empty(3, 3, device="meta"))
 
-    def body(rank: int) -> None:
-        module = nn.Sequential(nn.Linear(3, 3, device="meta"), Unresettable())
-        with pytest.raises(onefold.ConfigError, match=r"Unresettable(.|\n)*hint: "):
-            onefold.shard(module)
-
-    in_ranks(world_size, body)
+    module = nn.Sequential(nn.Linear(3, 3, device="meta"), Unresettable())
+    with pytest.raises(onefold.ConfigError, match=r"Unresettable(.|\n)*hint: "):
+        onefold.shard(module)
 
 
-def test_a_meta_module_whose_reset_leaves_something_out_is_a_config_error_that_names_it():
+@every_rank(2)
+def test_a_meta_module_whose_reset_leaves_something_out_is_a_config_error_that_names_it(rank):
     class Forgetful(nn.Linear):
         def __init__(self):
             super().__init__(3, 3, device="meta")
             self.forgotten = nn.Parameter(torch.empty(4, device="meta"))
 
-    def body(rank: int) -> None:
-        with pytest.raises(onefold.ConfigError, match=r"forgotten(.|\n)*hint: "):
-            onefold.shard(nn.Sequential(Forgetful()))
-
-    in_ranks(2, body)
+    with pytest.raises(onefold.ConfigError, match=r"forgotten(.|\n)*hint: "):
+        onefold.shard(nn.Sequential(Forgetful()))
 
 
 @every_stage
@@ -1422,47 +1384,40 @@ def test_gradients_are_none_until_backward_and_after_zero_grad(stage):
 
 
 @every_stage
-def test_hooks_of_parameters_see_the_reduced_gradient_once_per_backward(stage):
-    def body(rank: int) -> None:
-        module, _ = ready(Tower, stage)
-        seen: list[tuple[str, Tensor]] = []
-        for name, parameter in module.named_parameters():
-            parameter.register_post_accumulate_grad_hook(
-                lambda p, name=name: seen.append((name, p.grad))
-            )
-        squared(module)(rows()[0] * (rank + 1)).backward()
-        assert sorted(name for name, _ in seen) == sorted(n for n, _ in module.named_parameters())
-        for name, grad in seen:
-            assert torch.equal(whole(grad), whole(module.get_parameter(name).grad)), name
-
-    in_ranks(2, body)
+@every_rank(2)
+def test_hooks_of_parameters_see_the_reduced_gradient_once_per_backward(rank, stage):
+    module, _ = ready(Tower, stage)
+    seen: list[tuple[str, Tensor]] = []
+    for name, parameter in module.named_parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda p, name=name: seen.append((name, p.grad))
+        )
+    squared(module)(rows()[0] * (rank + 1)).backward()
+    assert sorted(name for name, _ in seen) == sorted(n for n, _ in module.named_parameters())
+    for name, grad in seen:
+        assert torch.equal(whole(grad), whole(module.get_parameter(name).grad)), name
 
 
 @every_stage
-def test_a_tensor_hook_on_a_parameter_is_not_silently_ignored(stage):
+@every_rank(2)
+def test_a_tensor_hook_on_a_parameter_is_not_silently_ignored(rank, stage):
     """Autograd never meets a sharded parameter, so a hook that would not run is refused."""
-
-    def body(rank: int) -> None:
-        module, _ = ready(Tower, stage)
-        seen: list[Tensor] = []
-        try:
-            module.first.weight.register_hook(seen.append)
-        except onefold.StateError as error:
-            assert "'first.weight'" in str(error)
-            return
-        squared(module)(rows()[0]).backward()
-        assert len(seen) == 1
-
-    in_ranks(2, body)
+    module, _ = ready(Tower, stage)
+    seen: list[Tensor] = []
+    try:
+        module.first.weight.register_hook(seen.append)
+    except onefold.StateError as error:
+        assert "'first.weight'" in str(error)
+        return
+    squared(module)(rows()[0]).backward()
+    assert len(seen) == 1
 
 
 @every_stage
-def test_a_residual_block_is_still_its_class(stage):
-    def body(rank: int) -> None:
-        module = seeded(Tower)
-        same = onefold.shard(module, stage=stage)
-        assert same is module
-        assert type(module) is Tower
-        assert type(module.blocks[0]) is Residual
-
-    in_ranks(2, body)
+@every_rank(2)
+def test_a_residual_block_is_still_its_class(rank, stage):
+    module = seeded(Tower)
+    same = onefold.shard(module, stage=stage)
+    assert same is module
+    assert type(module) is Tower
+    assert type(module.blocks[0]) is Residual

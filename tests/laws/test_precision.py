@@ -25,7 +25,7 @@ from onefold.engine.registry import engine_of
 from onefold.errors import WireError
 from onefold.unit import dtensors
 from tests.support.models import Model, next_token_loss, token_batches
-from tests.support.ranks import run_ranks, seeded
+from tests.support.ranks import every_rank, run_ranks, seeded
 from tests.support.training import Job, assert_same_bits, cut, run_job, train_plain
 
 
@@ -83,26 +83,23 @@ def test_a_bf16_module_keeps_its_dtype_and_steps_an_fp32_master(stage):
     ],
 )
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (1, 3), (2, 0), (2, 3)])
-def test_masters_follow_edits_of_resting_weights(edit, world_size, stage):
+@every_rank()
+def test_masters_follow_edits_of_resting_weights(rank, edit, world_size, stage):
     """A master that did not would bring the old values back with the next step."""
-
-    def train(rank):
-        module = nn.Linear(8, 8, bias=False).to(torch.bfloat16)
+    module = nn.Linear(8, 8, bias=False).to(torch.bfloat16)
+    with torch.no_grad():
+        module.weight.copy_(torch.arange(64.0).view(8, 8))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.0)
+    onefold.shard(module, optimizer, stage=stage)
+    for wanted in (1.0, 0.5):
+        module(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with onefold.unsharded(module):
+            weight = module.weight.detach().float().clone()
+        assert torch.equal(weight, wanted * torch.arange(64.0).view(8, 8))
         with torch.no_grad():
-            module.weight.copy_(torch.arange(64.0).view(8, 8))
-        optimizer = torch.optim.AdamW(module.parameters(), lr=0.0)
-        onefold.shard(module, optimizer, stage=stage)
-        for wanted in (1.0, 0.5):
-            module(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            with onefold.unsharded(module):
-                weight = module.weight.detach().float().clone()
-            assert torch.equal(weight, wanted * torch.arange(64.0).view(8, 8))
-            with torch.no_grad():
-                edit(module.weight)
-
-    run_ranks(world_size, train)
+            edit(module.weight)
 
 
 def test_a_copy_of_a_resting_weight_is_an_ordinary_parameter():
@@ -116,7 +113,8 @@ def test_a_copy_of_a_resting_weight_is_an_ordinary_parameter():
 
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (2, 2), (2, 3)])
 @pytest.mark.parametrize("way", ["data", "no_grad"])
-def test_masters_follow_edits_made_inside_forward(world_size, stage, way):
+@every_rank()
+def test_masters_follow_edits_made_inside_forward(rank, world_size, stage, way):
     class Clamped(nn.Linear):
         def forward(self, x):
             if way == "data":
@@ -126,19 +124,16 @@ def test_masters_follow_edits_made_inside_forward(world_size, stage, way):
                     self.weight.clamp_(-0.5, 0.5)
             return super().forward(x)
 
-    def train(rank):
-        module = Clamped(8, 8, bias=False).to(torch.bfloat16)
-        nn.init.ones_(module.weight)
-        optimizer = torch.optim.AdamW(module.parameters(), lr=0.0)
-        onefold.shard(module, optimizer, stage=stage)
-        for _ in range(2):
-            module(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            with onefold.unsharded(module):
-                assert torch.equal(module.weight, torch.full_like(module.weight, 0.5))
-
-    run_ranks(world_size, train)
+    module = Clamped(8, 8, bias=False).to(torch.bfloat16)
+    nn.init.ones_(module.weight)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.0)
+    onefold.shard(module, optimizer, stage=stage)
+    for _ in range(2):
+        module(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with onefold.unsharded(module):
+            assert torch.equal(module.weight, torch.full_like(module.weight, 0.5))
 
 
 class Reading(nn.Module):
@@ -177,7 +172,10 @@ RECOMPUTE = {
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("way", ["trained", "frozen", "no_grad"])
-def test_a_read_that_is_computed_again_sees_what_its_forward_saw(way, recompute, stage, world_size):
+@every_rank()
+def test_a_read_that_is_computed_again_sees_what_its_forward_saw(
+    rank, way, recompute, stage, world_size
+):
     """Autograd turns gradients off around a reentrant block in another: weights were fp32 there."""
 
     def gradient(recompute):
@@ -187,41 +185,35 @@ def test_a_read_that_is_computed_again_sees_what_its_forward_saw(way, recompute,
         module(torch.linspace(-1, 1, 32).view(4, 8)).float().square().mean().backward()
         return module.first.weight.grad.full_tensor()
 
-    def compare(rank):
-        assert torch.equal(gradient(RECOMPUTE[recompute]), gradient(None))
-
-    run_ranks(world_size, compare)
+    assert torch.equal(gradient(RECOMPUTE[recompute]), gradient(None))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("way", ["frozen", "no_grad"])
+@every_rank()
 def test_a_product_with_activations_outside_of_a_forward_is_that_of_the_layer(
-    way, stage, world_size
+    rank, way, stage, world_size
 ):
     """They have the compute dtype, and torch multiplies no others. Sums read weights at rest."""
-
-    def compare(rank):
-        module, out, grads = seeded(lambda: Reading(way, None)), [], []
-        units = [module.first, module.inner]
-        onefold.shard(module, stage=stage, precision="bf16", units=lambda part: part in units)
-        x, inner = torch.linspace(-1, 1, 32).view(4, 8), module.inner
-        for layer in (inner, lambda hidden: F.linear(hidden, inner.weight, inner.bias)):
-            with torch.set_grad_enabled(way == "frozen"):
-                hidden = module.first(x)
-                out.append(layer(hidden))
-            if way == "frozen":
-                out[-1].square().mean().backward()
-                grads.append(module.first.weight.grad.norm().item())
-                module.zero_grad()
-        assert torch.equal(*out)
-        assert len(set(grads)) <= 1
-        with torch.no_grad():
-            assert (hidden[0] + inner.bias).dtype == torch.float32
-            with pytest.raises(RuntimeError, match="dtype"):
-                F.linear(hidden.double(), inner.weight)
-
-    run_ranks(world_size, compare)
+    module, out, grads = seeded(lambda: Reading(way, None)), [], []
+    units = [module.first, module.inner]
+    onefold.shard(module, stage=stage, precision="bf16", units=lambda part: part in units)
+    x, inner = torch.linspace(-1, 1, 32).view(4, 8), module.inner
+    for layer in (inner, lambda hidden: F.linear(hidden, inner.weight, inner.bias)):
+        with torch.set_grad_enabled(way == "frozen"):
+            hidden = module.first(x)
+            out.append(layer(hidden))
+        if way == "frozen":
+            out[-1].square().mean().backward()
+            grads.append(module.first.weight.grad.norm().item())
+            module.zero_grad()
+    assert torch.equal(*out)
+    assert len(set(grads)) <= 1
+    with torch.no_grad():
+        assert (hidden[0] + inner.bias).dtype == torch.float32
+        with pytest.raises(RuntimeError, match="dtype"):
+            F.linear(hidden.double(), inner.weight)
 
 
 def test_a_named_error_of_a_read_beside_activations_is_raised_itself(monkeypatch):
@@ -240,16 +232,14 @@ def test_a_named_error_of_a_read_beside_activations_is_raised_itself(monkeypatch
 
 
 @pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (2, 3)])
-def test_looking_at_weights_in_lists_is_no_edit(world_size, stage):
-    def train(rank):
-        module = nn.Linear(8, 8)
-        onefold.shard(module, stage=stage, precision="bf16")
-        loss = module(torch.ones(2, 8)).sum()
-        with torch.no_grad():
-            torch._foreach_norm(list(module.parameters()))
-        loss.backward()
-
-    run_ranks(world_size, train)
+@every_rank()
+def test_looking_at_weights_in_lists_is_no_edit(rank, world_size, stage):
+    module = nn.Linear(8, 8)
+    onefold.shard(module, stage=stage, precision="bf16")
+    loss = module(torch.ones(2, 8)).sum()
+    with torch.no_grad():
+        torch._foreach_norm(list(module.parameters()))
+    loss.backward()
 
 
 def test_one_group_may_hold_weights_with_masters_of_different_dtypes():
@@ -364,19 +354,17 @@ def test_a_step_in_blocks_takes_one_block_of_memory_not_a_copy_of_the_gradients(
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_masters_follow_a_loaded_state_dict(stage):
-    def train(rank):
-        module = nn.Linear(8, 8, bias=False).to(torch.bfloat16)
-        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-        onefold.shard(module, optimizer, stage=stage)
-        loaded = torch.arange(64.0).view(8, 8).to(torch.bfloat16)
-        module.load_state_dict({"weight": loaded})
-        module(torch.zeros(2, 8, dtype=torch.bfloat16)).sum().backward()
-        optimizer.step()
-        with onefold.unsharded(module):
-            assert torch.equal(module.weight, loaded)
-
-    run_ranks(2, train)
+@every_rank(2)
+def test_masters_follow_a_loaded_state_dict(rank, stage):
+    module = nn.Linear(8, 8, bias=False).to(torch.bfloat16)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    onefold.shard(module, optimizer, stage=stage)
+    loaded = torch.arange(64.0).view(8, 8).to(torch.bfloat16)
+    module.load_state_dict({"weight": loaded})
+    module(torch.zeros(2, 8, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    with onefold.unsharded(module):
+        assert torch.equal(module.weight, loaded)
 
 
 @pytest.mark.parametrize("scaler_class", [onefold.GradScaler, torch.amp.GradScaler])
@@ -563,33 +551,30 @@ def conv_steps(module, batches, context, average):
 
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (3, 0), (3, 1), (3, 3)])
 @pytest.mark.parametrize("norm", NORMS)
-def test_norms_with_statistics_compute_as_under_autocast(norm, world_size, stage):
+@every_rank()
+def test_norms_with_statistics_compute_as_under_autocast(rank, norm, world_size, stage):
     """Statistics and weights of norms stay in fp32; what a norm returns is narrow again."""
+    generator = torch.Generator().manual_seed(rank)
+    batches = torch.randn(3, 3, 4, 5, 5, generator=generator)
+    plain, module = (seeded(Conv, NORMS[norm]) for _ in range(2))
 
-    def train(rank):
-        generator = torch.Generator().manual_seed(rank)
-        batches = torch.randn(3, 3, 4, 5, 5, generator=generator)
-        plain, module = (seeded(Conv, NORMS[norm]) for _ in range(2))
+    def average(grad):
+        dist.all_reduce(grad)
+        grad /= world_size
 
-        def average(grad):
-            dist.all_reduce(grad)
-            grad /= world_size
-
-        wanted = conv_steps(plain, batches, torch.bfloat16, average)
-        context = {"precision": "bf16", "stage": stage}
-        outputs = conv_steps(module, batches, context, None)
-        assert torch.equal(outputs[0], wanted[0].bfloat16())
-        torch.testing.assert_close(outputs, [w.bfloat16() for w in wanted], rtol=0.02, atol=0.02)
-        for name, buffer in plain.named_buffers():
-            own = module.get_buffer(name)
-            assert own.dtype == buffer.dtype
-            torch.testing.assert_close(own, buffer, rtol=1e-3, atol=1e-4)
-        with onefold.unsharded(module):
-            for name, weight in plain.named_parameters():
-                own = module.get_parameter(name)
-                torch.testing.assert_close(own, weight, rtol=1e-3, atol=1e-3)
-
-    run_ranks(world_size, train)
+    wanted = conv_steps(plain, batches, torch.bfloat16, average)
+    context = {"precision": "bf16", "stage": stage}
+    outputs = conv_steps(module, batches, context, None)
+    assert torch.equal(outputs[0], wanted[0].bfloat16())
+    torch.testing.assert_close(outputs, [w.bfloat16() for w in wanted], rtol=0.02, atol=0.02)
+    for name, buffer in plain.named_buffers():
+        own = module.get_buffer(name)
+        assert own.dtype == buffer.dtype
+        torch.testing.assert_close(own, buffer, rtol=1e-3, atol=1e-4)
+    with onefold.unsharded(module):
+        for name, weight in plain.named_parameters():
+            own = module.get_parameter(name)
+            torch.testing.assert_close(own, weight, rtol=1e-3, atol=1e-3)
 
 
 def test_weights_of_norms_are_gathered_and_reduced_in_their_own_dtype():
@@ -628,30 +613,28 @@ def test_statistics_are_at_least_as_wide_as_the_weights_of_the_forward():
 
 @pytest.mark.parametrize("make", [parametrizations.spectral_norm, parametrizations.orthogonal])
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (3, 0), (3, 3)])
-def test_weights_computed_from_fp32_buffers_are_computed_in_fp32(make, world_size, stage):
+@every_rank()
+def test_weights_computed_from_fp32_buffers_are_computed_in_fp32(rank, make, world_size, stage):
     def build():
         return nn.Sequential(make(nn.Linear(6, 5)), nn.Tanh(), nn.Linear(5, 2))
 
-    def compute(_):
-        module, wide = seeded(build), seeded(build)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        onefold.shard(module, optimizer, stage=stage, precision="bf16")
-        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).bfloat16()
-        inner = F.linear(x, wide[0].weight.bfloat16(), wide[0].bias.bfloat16())
-        wanted = F.linear(inner.tanh(), *(p.bfloat16() for p in wide[2].parameters()))
-        output = module(x)
-        assert torch.equal(output, wanted)
-        for loss in (output, wanted):
-            loss.float().square().mean().backward()
-        optimizer.step()
-        with torch.no_grad(), onefold.unsharded(module):
-            for ours, p in zip(module.parameters(), wide.parameters(), strict=True):
-                torch.testing.assert_close(ours, p - 0.1 * p.grad, rtol=1e-6, atol=1e-7)
-        for ours, theirs in zip(module.buffers(), wide.buffers(), strict=True):
-            assert ours.dtype == torch.float32
-            assert torch.equal(ours, theirs)
-
-    run_ranks(world_size, compute)
+    module, wide = seeded(build), seeded(build)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    onefold.shard(module, optimizer, stage=stage, precision="bf16")
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).bfloat16()
+    inner = F.linear(x, wide[0].weight.bfloat16(), wide[0].bias.bfloat16())
+    wanted = F.linear(inner.tanh(), *(p.bfloat16() for p in wide[2].parameters()))
+    output = module(x)
+    assert torch.equal(output, wanted)
+    for loss in (output, wanted):
+        loss.float().square().mean().backward()
+    optimizer.step()
+    with torch.no_grad(), onefold.unsharded(module):
+        for ours, p in zip(module.parameters(), wide.parameters(), strict=True):
+            torch.testing.assert_close(ours, p - 0.1 * p.grad, rtol=1e-6, atol=1e-7)
+    for ours, theirs in zip(module.buffers(), wide.buffers(), strict=True):
+        assert ours.dtype == torch.float32
+        assert torch.equal(ours, theirs)
 
 
 def test_the_older_spectral_norm_is_refused_by_name_under_precision():

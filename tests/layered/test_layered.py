@@ -22,7 +22,7 @@ from onefold.planner.models.gpt import GPT, GPTConfig
 from onefold.tier.disk import BlockFile
 from tests.support.free_memory import has_free
 from tests.support.models import VOCAB, WIDTH, Block, Model
-from tests.support.ranks import run_processes, run_ranks, seeded
+from tests.support.ranks import every_rank, run_processes, run_ranks, seeded
 
 LENGTHS = (6, 4, 9)
 """Tokens of the micro-batches: no two have the same shape."""
@@ -107,17 +107,17 @@ def notes(module: nn.Module) -> str:
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_layers_give_the_bits_of_a_loop_that_sums_micro_batches_before_ranks(world_size, precision):
-    def body(rank: int) -> None:
-        wanted = train(loop, rank, stage=1, precision=precision)
-        for stage in range(4):
-            found = train(layers, rank, stage=stage, precision=precision)
-            assert_same_runs(found, wanted)
-            assert "'layers' order" in notes(found[3])
-        if world_size == 1 and precision is None:
-            assert_same_runs(train(loop, rank, stage=3), wanted)
-
-    run_ranks(world_size, body)
+@every_rank()
+def test_layers_give_the_bits_of_a_loop_that_sums_micro_batches_before_ranks(
+    rank, world_size, precision
+):
+    wanted = train(loop, rank, stage=1, precision=precision)
+    for stage in range(4):
+        found = train(layers, rank, stage=stage, precision=precision)
+        assert_same_runs(found, wanted)
+        assert "'layers' order" in notes(found[3])
+    if world_size == 1 and precision is None:
+        assert_same_runs(train(loop, rank, stage=3), wanted)
 
 
 @pytest.mark.parametrize(
@@ -132,16 +132,14 @@ def test_layers_give_the_bits_of_a_loop_that_sums_micro_batches_before_ranks(wor
     ],
     ids=str,
 )
-def test_layers_and_kept_weights_give_the_bits_of_the_loop_on_every_tier_and_wire(choices):
+@every_rank(2)
+def test_layers_and_kept_weights_give_the_bits_of_the_loop_on_every_tier_and_wire(rank, choices):
     def keep(module: nn.Module, batches: Any) -> Tensor:
         return onefold.accumulate_layers(module, batches, next_token, order="keep")
 
-    def body(rank: int) -> None:
-        wanted = train(loop, rank, **choices | {"stage": 1, "offload": None})
-        for run in (layers, keep):
-            assert_same_runs(train(run, rank, **choices), wanted)
-
-    run_ranks(2, body)
+    wanted = train(loop, rank, **choices | {"stage": 1, "offload": None})
+    for run in (layers, keep):
+        assert_same_runs(train(run, rank, **choices), wanted)
 
 
 def test_layers_give_the_bits_of_the_loop_with_all_state_on_a_disk(tmp_path):
@@ -153,17 +151,15 @@ def test_layers_give_the_bits_of_the_loop_with_all_state_on_a_disk(tmp_path):
     run_ranks(2, body)
 
 
-def test_weights_in_row_blocks_are_equal_up_to_rounding_and_no_costs_are_guessed():
-    def body(rank: int) -> None:
-        wanted = train(loop, rank, steps=1, stage=1)
-        found = train(layers, rank, steps=1, stage=3, offload=onefold.Offload("cpu", tile=600))
-        assert torch.equal(found[0][0], wanted[0][0])
-        for name, value in found[1].items():
-            torch.testing.assert_close(value, wanted[1][name], rtol=1e-5, atol=1e-7)
-        assert "'layers' order" in notes(found[3])
-        assert "sends" not in notes(found[3])
-
-    run_ranks(2, body)
+@every_rank(2)
+def test_weights_in_row_blocks_are_equal_up_to_rounding_and_no_costs_are_guessed(rank):
+    wanted = train(loop, rank, steps=1, stage=1)
+    found = train(layers, rank, steps=1, stage=3, offload=onefold.Offload("cpu", tile=600))
+    assert torch.equal(found[0][0], wanted[0][0])
+    for name, value in found[1].items():
+        torch.testing.assert_close(value, wanted[1][name], rtol=1e-5, atol=1e-7)
+    assert "'layers' order" in notes(found[3])
+    assert "sends" not in notes(found[3])
 
 
 def gpt(recomputes: bool = True) -> GPT:
@@ -172,54 +168,48 @@ def gpt(recomputes: bool = True) -> GPT:
     return model
 
 
-def test_recompute_changes_no_bit_and_leaves_only_inputs_of_blocks_alive():
-    def body(rank: int) -> None:
-        wanted = train(loop, rank, lambda: gpt(False), stage=1)
-        for recomputes in (False, True):
-            found = train(layers, rank, lambda r=recomputes: gpt(r), stage=3)
-            assert_same_runs(found, wanted)
-        borders = engine_of(found[3]).facts.about(Accumulation).border_nbytes
-        assert borders == 4 * 3 * sum(LENGTHS) * 16 * 4, "4 borders of [rows, tokens, width] fp32"
-
-    run_ranks(2, body)
+@every_rank(2)
+def test_recompute_changes_no_bit_and_leaves_only_inputs_of_blocks_alive(rank):
+    wanted = train(loop, rank, lambda: gpt(False), stage=1)
+    for recomputes in (False, True):
+        found = train(layers, rank, lambda r=recomputes: gpt(r), stage=3)
+        assert_same_runs(found, wanted)
+    borders = engine_of(found[3]).facts.about(Accumulation).border_nbytes
+    assert borders == 4 * 3 * sum(LENGTHS) * 16 * 4, "4 borders of [rows, tokens, width] fp32"
 
 
-def test_a_tied_head_is_equal_up_to_rounding_and_gathered_no_more_than_in_a_plain_step():
-    def body(rank: int) -> None:
-        def build() -> nn.Module:
-            return Model(tied=True)
+@every_rank(2)
+def test_a_tied_head_is_equal_up_to_rounding_and_gathered_no_more_than_in_a_plain_step(rank):
+    def build() -> nn.Module:
+        return Model(tied=True)
 
-        def one(module: nn.Module, batches: Any) -> Tensor:
-            return loop(module, batches[:1])
+    def one(module: nn.Module, batches: Any) -> Tensor:
+        return loop(module, batches[:1])
 
-        plain = onefold.report(train(one, rank, build, steps=1, stage=3)[3]).traffic
-        wanted = train(loop, rank, build, steps=1, stage=1)
-        found = train(layers, rank, build, steps=1, stage=3)
-        assert torch.equal(found[0][0], wanted[0][0])
-        for name, value in found[1].items():
-            torch.testing.assert_close(value, wanted[1][name], rtol=1e-5, atol=1e-7)
-        module = found[3]
-        traffic = onefold.report(module).traffic
-        assert traffic["gather"].calls <= plain["gather"].calls
-        assert traffic["reduce_scatter"].calls == len(engine_of(module).units)
-
-    run_ranks(2, body)
+    plain = onefold.report(train(one, rank, build, steps=1, stage=3)[3]).traffic
+    wanted = train(loop, rank, build, steps=1, stage=1)
+    found = train(layers, rank, build, steps=1, stage=3)
+    assert torch.equal(found[0][0], wanted[0][0])
+    for name, value in found[1].items():
+        torch.testing.assert_close(value, wanted[1][name], rtol=1e-5, atol=1e-7)
+    module = found[3]
+    traffic = onefold.report(module).traffic
+    assert traffic["gather"].calls <= plain["gather"].calls
+    assert traffic["reduce_scatter"].calls == len(engine_of(module).units)
 
 
-def test_an_order_with_one_micro_batch_is_a_plain_step():
-    def body(rank: int) -> None:
-        def one(rank: int, step: int) -> list[Tensor]:
-            return microbatches(rank, step)[:1]
+@every_rank(2)
+def test_an_order_with_one_micro_batch_is_a_plain_step(rank):
+    def one(rank: int, step: int) -> list[Tensor]:
+        return microbatches(rank, step)[:1]
 
-        wanted = train(loop, rank, batches=one, stage=3)
-        for order in ("layers", "keep", "plain"):
+    wanted = train(loop, rank, batches=one, stage=3)
+    for order in ("layers", "keep", "plain"):
 
-            def run(module: nn.Module, batches: Any, order: Any = order) -> Tensor:
-                return accumulate_layers(module, batches, next_token, order=order)
+        def run(module: nn.Module, batches: Any, order: Any = order) -> Tensor:
+            return accumulate_layers(module, batches, next_token, order=order)
 
-            assert_same_runs(train(run, rank, batches=one, stage=3), wanted)
-
-    run_ranks(2, body)
+        assert_same_runs(train(run, rank, batches=one, stage=3), wanted)
 
 
 class Dropping(Model):
@@ -267,28 +257,28 @@ def test_dropout_is_that_of_a_loop_that_seeds_each_micro_batch():
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_stage_3_sends_two_gathers_and_one_reduction_of_a_unit_whatever_their_number(world_size):
-    def body(rank: int) -> None:
-        def sent(number: int, run: Any) -> dict[str, tuple[int, int]]:
-            def batches(rank: int, step: int) -> list[Tensor]:
-                return microbatches(rank, step, (4,) * number)
+@every_rank()
+def test_stage_3_sends_two_gathers_and_one_reduction_of_a_unit_whatever_their_number(
+    rank, world_size
+):
+    def sent(number: int, run: Any) -> dict[str, tuple[int, int]]:
+        def batches(rank: int, step: int) -> list[Tensor]:
+            return microbatches(rank, step, (4,) * number)
 
-            module = train(run, rank, batches=batches, stage=3)[3]
-            report = onefold.report(module)
-            return {name: (t.calls, t.sent_nbytes) for name, t in report.last_step.items()}
+        module = train(run, rank, batches=batches, stage=3)[3]
+        report = onefold.report(module)
+        return {name: (t.calls, t.sent_nbytes) for name, t in report.last_step.items()}
 
-        units = len(engine_of(sharded(stage=3)[0]).units)
-        plain, found = sent(1, loop), sent(8, layers)
-        assert sent(1, layers) == found
-        assert found["reduce_scatter"] == plain["reduce_scatter"]
-        assert found["gather"][0] == 2 * units - 1, "the head goes backward at once"
-        total = torch.tensor(sum(found[name][1] for name in ("gather", "reduce_scatter")))
-        dist.all_reduce(total)
-        psi = sum(p.nbytes for p in seeded(Model).parameters()) * (world_size - 1)
-        head = sum(p.nbytes for p in seeded(Model).head.parameters()) * (world_size - 1)
-        assert total == pytest.approx(3 * psi - head, rel=0.05), "besides flags and padding"
-
-    run_ranks(world_size, body)
+    units = len(engine_of(sharded(stage=3)[0]).units)
+    plain, found = sent(1, loop), sent(8, layers)
+    assert sent(1, layers) == found
+    assert found["reduce_scatter"] == plain["reduce_scatter"]
+    assert found["gather"][0] == 2 * units - 1, "the head goes backward at once"
+    total = torch.tensor(sum(found[name][1] for name in ("gather", "reduce_scatter")))
+    dist.all_reduce(total)
+    psi = sum(p.nbytes for p in seeded(Model).parameters()) * (world_size - 1)
+    head = sum(p.nbytes for p in seeded(Model).head.parameters()) * (world_size - 1)
+    assert total == pytest.approx(3 * psi - head, rel=0.05), "besides flags and padding"
 
 
 @pytest.mark.again(
@@ -327,17 +317,15 @@ def test_memory_is_within_5_percent_of_the_plan_in_each_kind_and_together(world_
         run_ranks(world_size, lambda rank, choices=choices: body(rank, **choices))
 
 
-def test_kept_weights_and_gradients_send_one_gather_and_one_reduction():
-    def body(rank: int) -> None:
-        def keep(module: nn.Module, batches: Any) -> Tensor:
-            return accumulate_layers(module, batches, next_token, order="keep")
+@every_rank(2)
+def test_kept_weights_and_gradients_send_one_gather_and_one_reduction(rank):
+    def keep(module: nn.Module, batches: Any) -> Tensor:
+        return accumulate_layers(module, batches, next_token, order="keep")
 
-        module = train(keep, rank, stage=3)[3]
-        traffic, units = onefold.report(module).traffic, len(engine_of(module).units)
-        assert traffic["gather"].calls == traffic["reduce_scatter"].calls == 3 * units
-        assert onefold.report(module).memory["unsharded"]["device"].now == 0
-
-    run_ranks(2, body)
+    module = train(keep, rank, stage=3)[3]
+    traffic, units = onefold.report(module).traffic, len(engine_of(module).units)
+    assert traffic["gather"].calls == traffic["reduce_scatter"].calls == 3 * units
+    assert onefold.report(module).memory["unsharded"]["device"].now == 0
 
 
 def test_layers_read_each_weight_from_disk_twice_a_step(tmp_path, monkeypatch):
@@ -425,32 +413,28 @@ def square(output: Tensor, _: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("build", [sequential, Branching])
-def test_sequences_and_branches_between_blocks_run_in_layers(build):
+@every_rank(2)
+def test_sequences_and_branches_between_blocks_run_in_layers(rank, build):
     def run(module: nn.Module, batches: Any) -> Tensor:
         return accumulate_layers(module, batches, square)
 
-    def body(rank: int) -> None:
-        wanted = train(
-            lambda m, b: loop(m, b, square), rank, build, batches=rows, stage=1
-        )  # fmt: skip
-        found = train(run, rank, build, batches=rows, stage=3)
-        assert_same_runs(found, wanted)
-        assert "'layers' order" in notes(found[3])
-
-    run_ranks(2, body)
+    wanted = train(
+        lambda m, b: loop(m, b, square), rank, build, batches=rows, stage=1
+    )  # fmt: skip
+    found = train(run, rank, build, batches=rows, stage=3)
+    assert_same_runs(found, wanted)
+    assert "'layers' order" in notes(found[3])
 
 
-def test_a_skip_connection_around_the_blocks_is_named_and_runs_in_the_plain_order():
-    def body(rank: int) -> None:
-        wanted = train(loop, rank, Skipping, stage=3)
-        found = train(layers, rank, Skipping, stage=3)
-        assert_same_runs(found, wanted)
-        module: Any = found[3]
-        assert "'plain' order" in notes(module)
-        assert "skip connection" in notes(module)
-        assert module.counts.num_batches_tracked == 3 * len(LENGTHS), "buffers saw each batch once"
-
-    run_ranks(2, body)
+@every_rank(2)
+def test_a_skip_connection_around_the_blocks_is_named_and_runs_in_the_plain_order(rank):
+    wanted = train(loop, rank, Skipping, stage=3)
+    found = train(layers, rank, Skipping, stage=3)
+    assert_same_runs(found, wanted)
+    module: Any = found[3]
+    assert "'plain' order" in notes(module)
+    assert "skip connection" in notes(module)
+    assert module.counts.num_batches_tracked == 3 * len(LENGTHS), "buffers saw each batch once"
 
 
 @pytest.mark.parametrize(
@@ -519,17 +503,15 @@ def test_a_micro_batch_of_one_rank_alone_that_calls_other_blocks_is_a_named_erro
     run_processes(2, body)
 
 
-def test_ranks_may_have_different_numbers_of_micro_batches():
-    def body(rank: int) -> None:
-        def some(rank: int, step: int) -> list[Tensor]:
-            return microbatches(rank, step, (5,) * (1 + 2 * rank))
+@every_rank(3)
+def test_ranks_may_have_different_numbers_of_micro_batches(rank):
+    def some(rank: int, step: int) -> list[Tensor]:
+        return microbatches(rank, step, (5,) * (1 + 2 * rank))
 
-        found = train(layers, rank, batches=some, stage=3)
-        assert_same_runs(found, train(loop, rank, batches=some, stage=1))
-        units = len(engine_of(found[3]).units)
-        assert onefold.report(found[3]).traffic["gather"].calls == 3 * (2 * units - 1)
-
-    run_ranks(3, body)
+    found = train(layers, rank, batches=some, stage=3)
+    assert_same_runs(found, train(loop, rank, batches=some, stage=1))
+    units = len(engine_of(found[3]).units)
+    assert onefold.report(found[3]).traffic["gather"].calls == 3 * (2 * units - 1)
 
 
 class WithLoss(Model):
@@ -574,46 +556,44 @@ def test_bad_calls_are_named_errors_and_leave_the_module_as_it_was():
 
 @pytest.mark.parametrize("order", ["layers", "keep"])
 @pytest.mark.parametrize("where", ["embed", "blocks.2.up", "head", "loss", "backward"])
-def test_a_micro_batch_that_fails_ends_all_others_and_the_next_step_is_right(where, order):
-    def body(rank: int) -> None:
-        module, optimizer = sharded(stage=3)
-        wanted = train(layers, rank, steps=1, stage=3)
-        calls = []
+@every_rank(2)
+def test_a_micro_batch_that_fails_ends_all_others_and_the_next_step_is_right(rank, where, order):
+    module, optimizer = sharded(stage=3)
+    wanted = train(layers, rank, steps=1, stage=3)
+    calls = []
 
-        def fail(*_: object) -> None:
-            calls.append(1)
-            if len(calls) == 2:
-                raise KeyError("a bad micro-batch")
+    def fail(*_: object) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyError("a bad micro-batch")
 
-        class Failing(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, x: Tensor) -> Tensor:
-                return x.clone()
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
 
-            @staticmethod
-            def backward(ctx: Any, gradient: Tensor) -> Tensor:
-                fail()
-                return gradient
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            fail()
+            return gradient
 
-        def loss(logits: Tensor, tokens: Tensor) -> Tensor:
-            if where == "loss":
-                fail()
-            return next_token(Failing.apply(logits) if where == "backward" else logits, tokens)
+    def loss(logits: Tensor, tokens: Tensor) -> Tensor:
+        if where == "loss":
+            fail()
+        return next_token(Failing.apply(logits) if where == "backward" else logits, tokens)
 
-        handle = None
-        if where not in ("loss", "backward"):
-            handle = module.get_submodule(where).register_forward_hook(fail)
-        with pytest.raises(KeyError, match="a bad micro-batch"):
-            accumulate_layers(module, microbatches(rank), loss, order=order)
-        if handle is not None:
-            handle.remove()
-        assert onefold.report(module).memory["unsharded"]["device"].now == 0
-        assert engine_of(module).schedule.forward_depth == 0
-        optimizer.zero_grad()
-        assert torch.equal(layers(module, microbatches(rank)), wanted[0][0])
-        assert_same(gradients(module), wanted[1])
-
-    run_ranks(2, body)
+    handle = None
+    if where not in ("loss", "backward"):
+        handle = module.get_submodule(where).register_forward_hook(fail)
+    with pytest.raises(KeyError, match="a bad micro-batch"):
+        accumulate_layers(module, microbatches(rank), loss, order=order)
+    if handle is not None:
+        handle.remove()
+    assert onefold.report(module).memory["unsharded"]["device"].now == 0
+    assert engine_of(module).schedule.forward_depth == 0
+    optimizer.zero_grad()
+    assert torch.equal(layers(module, microbatches(rank)), wanted[0][0])
+    assert_same(gradients(module), wanted[1])
 
 
 # choice

@@ -135,7 +135,6 @@ def all_trained(rank: int, name: str) -> None:
         trained(rank, name, checkpointed)
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_transformers_run_in_layers_as_they_come(name):
     run_forks(2, all_trained, name)

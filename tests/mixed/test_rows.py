@@ -23,7 +23,7 @@ from onefold.layout.row_split import RankTime
 from onefold.mixed.sampler import split_rows
 from onefold.mixed.speeds import AffineFit, balance, measure
 from tests.support.models import Model, token_batches
-from tests.support.ranks import run_processes, run_ranks, seeded
+from tests.support.ranks import every_rank, run_processes, run_ranks, seeded
 
 # divide
 
@@ -441,13 +441,11 @@ def test_rows_move_to_the_rank_that_computes_faster(is_queued):
     run_processes(2, train_at_two_speeds, is_queued)
 
 
-def test_a_sampler_follows_a_module_over_the_same_ranks_alone():
-    def body(rank):
-        module = seeded(Model)
-        pairs = [dist.new_group([0, 1]), dist.new_group([2])]
-        mine = pairs[rank // 2]
-        onefold.shard(module, torch.optim.SGD(module.parameters(), lr=0.1), mesh=mine)
-        with pytest.raises(ConfigError, match="the same mesh"):
-            onefold.mixed.RowSampler(9, 3).follow(module)
-
-    run_ranks(3, body)
+@every_rank(3)
+def test_a_sampler_follows_a_module_over_the_same_ranks_alone(rank):
+    module = seeded(Model)
+    pairs = [dist.new_group([0, 1]), dist.new_group([2])]
+    mine = pairs[rank // 2]
+    onefold.shard(module, torch.optim.SGD(module.parameters(), lr=0.1), mesh=mine)
+    with pytest.raises(ConfigError, match="the same mesh"):
+        onefold.mixed.RowSampler(9, 3).follow(module)

@@ -20,7 +20,7 @@ from onefold.planner.memory import needs_of
 from onefold.recipe import Member, Recipe, UnitRecipe
 from onefold.wire.collectives import Group
 from tests.axes.test_cut import Model, batches, loss_of
-from tests.support.ranks import run_ranks, seeded
+from tests.support.ranks import every_rank, run_ranks, seeded
 
 WEIGHTS = [[1, 3], [0.2, 0.5, 0.3], [1, 0, 2]]
 
@@ -64,22 +64,18 @@ def test_numbers_become_small_integers(given, wanted):
     ids=str,
 )
 @pytest.mark.parametrize("where", ["everywhere", "on rank 1"])
-def test_shares_that_mean_nothing_are_named_on_every_rank(given, where):
-    def body(rank):
-        with pytest.raises(ConfigError, match="shares"):
-            sharded(given if rank or where == "everywhere" else [1, 2])
-
-    run_ranks(2, body)
+@every_rank(2)
+def test_shares_that_mean_nothing_are_named_on_every_rank(rank, given, where):
+    with pytest.raises(ConfigError, match="shares"):
+        sharded(given if rank or where == "everywhere" else [1, 2])
 
 
-def test_a_share_of_zero_is_refused_at_stage_0_and_ranks_that_disagree_are_named():
-    def body(rank):
-        with pytest.raises(ConfigError, match="stage 0"):
-            sharded([0, 1], stage=0)
-        with pytest.raises(ConfigError, match=r"shares=\(3, 1\)"):
-            sharded([3, 1] if rank else "auto")
-
-    run_ranks(2, body)
+@every_rank(2)
+def test_a_share_of_zero_is_refused_at_stage_0_and_ranks_that_disagree_are_named(rank):
+    with pytest.raises(ConfigError, match="stage 0"):
+        sharded([0, 1], stage=0)
+    with pytest.raises(ConfigError, match=r"shares=\(3, 1\)"):
+        sharded([3, 1] if rank else "auto")
 
 
 # laws
@@ -143,15 +139,13 @@ def test_each_rank_may_have_a_tier_of_its_own(tmp_path):
 @pytest.mark.parametrize(
     "choices", [{"stage": "auto"}, {"wire": "zero++", "mesh": True}], ids=["stage", "two hops"]
 )
-def test_tiers_that_do_not_go_together_are_refused_on_every_rank(choices):
-    def body(rank):
-        given = dict(choices)
-        if given.pop("mesh", None):
-            given["mesh"] = torch.distributed.init_device_mesh("cpu", (2, 2))
-        with pytest.raises(ConfigError, match="same tiers"):
-            sharded(offload="optimizer" if rank else None, **given)
-
-    run_ranks(4, body)
+@every_rank(4)
+def test_tiers_that_do_not_go_together_are_refused_on_every_rank(rank, choices):
+    given = dict(choices)
+    if given.pop("mesh", None):
+        given["mesh"] = torch.distributed.init_device_mesh("cpu", (2, 2))
+    with pytest.raises(ConfigError, match="same tiers"):
+        sharded(offload="optimizer" if rank else None, **given)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -17,7 +17,7 @@ from onefold.app.train.memory_table import measure
 from onefold.engine.registry import engine_of
 from onefold.mixed.moving import overlaps
 from tests.axes.test_cut import Model, batches, loss_of
-from tests.support.ranks import run_processes, run_ranks, seeded
+from tests.support.ranks import every_rank, run_processes, run_ranks, seeded
 
 STEPS = 6
 
@@ -87,7 +87,6 @@ def tier_of(word: Any, rank: int, folder: Any) -> Any:
     return f"disk:{folder}" if word == "disk" else word
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize(("plan", "last"), PLANS, ids=["two ranks", "three ranks"])
 @pytest.mark.parametrize(("choices", "between"), CASES, ids=str)
 def test_shares_that_change_mid_run_give_the_bits_of_those_from_the_start(
@@ -188,38 +187,34 @@ def test_replicas_of_nodes_change_their_shares_together():
         ("even", "fin"),
     ],
 )
-def test_shares_that_mean_nothing_change_nothing(shares, match):
-    def body(rank):
-        module = seeded(Model)
-        onefold.shard(module)
-        for asked in (shares, shares if rank else [3, 1]):
-            with pytest.raises(ConfigError, match=match):
-                onefold.mixed.reshare(module, asked)
-        with pytest.raises(ConfigError, match="shares"):
-            onefold.mixed.reshare(module, [1, 3] if rank else [3, 1])
-        assert onefold.report(module).shares is None
-        loss_of(module, [t.chunk(2)[rank] for t in batches(1)[0]]).backward()
-
-    run_ranks(2, body)
+@every_rank(2)
+def test_shares_that_mean_nothing_change_nothing(rank, shares, match):
+    module = seeded(Model)
+    onefold.shard(module)
+    for asked in (shares, shares if rank else [3, 1]):
+        with pytest.raises(ConfigError, match=match):
+            onefold.mixed.reshare(module, asked)
+    with pytest.raises(ConfigError, match="shares"):
+        onefold.mixed.reshare(module, [1, 3] if rank else [3, 1])
+    assert onefold.report(module).shares is None
+    loss_of(module, [t.chunk(2)[rank] for t in batches(1)[0]]).backward()
 
 
-def test_moves_at_a_wrong_moment_are_refused_by_name():
-    def body(rank):
-        module = seeded(Model)
-        onefold.shard(module)
-        with onefold.unsharded(module), pytest.raises(StateError, match="unsharded"):
-            onefold.mixed.reshare(module, [3, 1])
-        whole = seeded(Model)
-        onefold.shard(whole, stage=0)
-        with pytest.raises(StateError, match="stage 0"):
-            onefold.mixed.reshare(whole, [3, 1])
+@every_rank(2)
+def test_moves_at_a_wrong_moment_are_refused_by_name(rank):
+    module = seeded(Model)
+    onefold.shard(module)
+    with onefold.unsharded(module), pytest.raises(StateError, match="unsharded"):
         onefold.mixed.reshare(module, [3, 1])
-        onefold.mixed.reshare(module, None)
-        assert onefold.report(module).shares is None
-        for name, wanted in seeded(Model).named_parameters():
-            assert torch.equal(dict(module.named_parameters())[name].full_tensor(), wanted)
-
-    run_ranks(2, body)
+    whole = seeded(Model)
+    onefold.shard(whole, stage=0)
+    with pytest.raises(StateError, match="stage 0"):
+        onefold.mixed.reshare(whole, [3, 1])
+    onefold.mixed.reshare(module, [3, 1])
+    onefold.mixed.reshare(module, None)
+    assert onefold.report(module).shares is None
+    for name, wanted in seeded(Model).named_parameters():
+        assert torch.equal(dict(module.named_parameters())[name].full_tensor(), wanted)
 
 
 def in_process(rank: int) -> None:

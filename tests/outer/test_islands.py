@@ -24,7 +24,7 @@ from tests.support.island_runs import (
     train_islands,
     train_plain,
 )
-from tests.support.ranks import run_ranks, seeded
+from tests.support.ranks import every_rank, run_ranks, seeded
 
 SIZES = [(1, 1), (2, 2), (2, 1), (3, 2, 1)]
 
@@ -414,12 +414,10 @@ def test_a_parameter_that_freezes_takes_the_mean_of_islands_and_then_rests(stage
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_islands_that_freeze_different_parameters_are_named():
-    def body(rank):
-        found = IslandRank.start(rank, IslandRun((1, 1), 1))
-        if rank == 1:
-            found.module[0].weight.requires_grad_(False)
-        with pytest.raises(onefold.StateError, match=r"0\.weight is frozen"):
-            found.train(IslandRun(steps=1).data)
-
-    run_ranks(2, body)
+@every_rank(2)
+def test_islands_that_freeze_different_parameters_are_named(rank):
+    found = IslandRank.start(rank, IslandRun((1, 1), 1))
+    if rank == 1:
+        found.module[0].weight.requires_grad_(False)
+    with pytest.raises(onefold.StateError, match=r"0\.weight is frozen"):
+        found.train(IslandRun(steps=1).data)

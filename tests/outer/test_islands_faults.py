@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import onefold
 from tests.support.island_runs import IslandRank, IslandRun, averaging, build, island_of
-from tests.support.ranks import run_ranks
+from tests.support.ranks import every_rank, run_ranks
 
 UNEQUAL = [(2, 1), (3, 2, 1)]
 
@@ -160,42 +160,36 @@ def test_fragments_are_spread_over_the_period():
     assert moments == {8, 10, 12}
 
 
-def test_islands_need_two_of_them_and_a_sharded_module():
-    def body(rank):
-        module = build()
-        with pytest.raises(onefold.StateError, match="has sharded"):
-            onefold.islands(module, every=2)
-        onefold.shard(module)
-        with pytest.raises(onefold.ConfigError, match="at least two islands"):
-            onefold.islands(module, every=2)
-        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("island", "rank"))
-        with pytest.raises(onefold.ConfigError, match="rows are the islands' ranks"):
-            onefold.islands(module, every=2, mesh=mesh)
-
-    run_ranks(2, body)
+@every_rank(2)
+def test_islands_need_two_of_them_and_a_sharded_module(rank):
+    module = build()
+    with pytest.raises(onefold.StateError, match="has sharded"):
+        onefold.islands(module, every=2)
+    onefold.shard(module)
+    with pytest.raises(onefold.ConfigError, match="at least two islands"):
+        onefold.islands(module, every=2)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("island", "rank"))
+    with pytest.raises(onefold.ConfigError, match="rows are the islands' ranks"):
+        onefold.islands(module, every=2, mesh=mesh)
 
 
-def test_nodes_that_are_replicas_are_refused():
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("island", "node", "rank"))
-        module = build()
-        onefold.shard(module, mesh=mesh["node", "rank"], wire=onefold.Wire(secondary="optimizer"))
-        with pytest.raises(onefold.ConfigError, match="replicas"):
-            onefold.islands(module, every=2)
-
-    run_ranks(8, body)
+@every_rank(8)
+def test_nodes_that_are_replicas_are_refused(rank):
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("island", "node", "rank"))
+    module = build()
+    onefold.shard(module, mesh=mesh["node", "rank"], wire=onefold.Wire(secondary="optimizer"))
+    with pytest.raises(onefold.ConfigError, match="replicas"):
+        onefold.islands(module, every=2)
 
 
-def test_a_step_inside_unsharded_is_refused():
-    def body(rank):
-        found = IslandRank.start(rank, IslandRun((1, 1)))
-        with (
-            onefold.unsharded(found.module),
-            pytest.raises(onefold.StateError, match=r"after optimizer.step\(\)"),
-        ):
-            found.handle.step()
-
-    run_ranks(2, body)
+@every_rank(2)
+def test_a_step_inside_unsharded_is_refused(rank):
+    found = IslandRank.start(rank, IslandRun((1, 1)))
+    with (
+        onefold.unsharded(found.module),
+        pytest.raises(onefold.StateError, match=r"after optimizer.step\(\)"),
+    ):
+        found.handle.step()
 
 
 @pytest.mark.parametrize("sizes", UNEQUAL, ids=str)
@@ -216,12 +210,10 @@ def test_weights_that_are_not_finite_reach_no_other_rank(sizes):
     run_ranks(sum(sizes), body)
 
 
-def test_a_state_of_another_size_is_refused():
-    def body(rank):
-        found = IslandRank.start(rank, IslandRun((2, 1)))
-        state = found.handle.rank_state()
-        state["anchors"] = [torch.zeros(3)]
-        with pytest.raises(onefold.StateError, match="anchors of shapes"):
-            found.handle.resume(state)
-
-    run_ranks(3, body)
+@every_rank(3)
+def test_a_state_of_another_size_is_refused(rank):
+    found = IslandRank.start(rank, IslandRun((2, 1)))
+    state = found.handle.rank_state()
+    state["anchors"] = [torch.zeros(3)]
+    with pytest.raises(onefold.StateError, match="anchors of shapes"):
+        found.handle.resume(state)

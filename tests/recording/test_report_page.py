@@ -425,7 +425,6 @@ BROWSED = {
 }
 
 
-@pytest.mark.every(3)
 @needs_chromium
 @pytest.mark.parametrize("build", BROWSED.values(), ids=BROWSED)
 def test_a_browser_draws_every_chart_with_words_for_screen_readers(tmp_path, build):
@@ -567,7 +566,6 @@ addEventListener('load', () => {
 });</script></body></html>"""
 
 
-@pytest.mark.every(2)
 @needs_chromium
 @pytest.mark.parametrize("width", [360, 1280])
 def test_nothing_is_cut_off_and_letters_stay_readable(tmp_path, width):

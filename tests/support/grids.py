@@ -1,65 +1,47 @@
-"""Some cases of large grids, in place of every combination; `--grid full` runs all.
+"""The rows of a grid, and which of them `make test` leaves to `make again`.
 
-Of a test over world sizes or stages and over other choices, each combination of the others runs at
-one of them, in turn; each world size and each stage runs. The marks `half` and `corner` keep a case
-in one of two and in one of four tests; `seldom(keeper)` leaves a case to the full grid, and names a
-test that keeps the same law at less cost.
+Rows: of a test over world sizes or stages and over other choices, each combination of the others
+runs at one of them, in turn; each world size and each stage runs.
 
-`every(number, first)`: `make test` runs one case of so many, and `make again` the others. A test
-that was slow has one of three stay.
+`make test` leaves out what has the mark `again(keeper)`, which names a test that keeps the same law
+at less cost; and, of a test that durations.json calls slow, two of three cases. A test that marks
+some of its cases by itself keeps the others.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence, Set
-from zlib import crc32
 
 import pytest
 
 from tests.support.budgets import test_of
 
 AXES = ("world_size", "world", "ranks", "stage")
-KEPT = {"corner": 4, "half": 2}
 OF_SLOW = 3
 """One of so many cases of a slow test stays: about three quarters of all CPU seconds."""
 Choice = tuple[tuple[str, int], ...]  # parameters, each with the number of its value
 
 
 def left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
-    """The cases that only the full grid runs."""
-    grids, seldom = defaultdict[str, list[pytest.Function]](list), set[pytest.Item]()
-    for item in items:
-        name = test_of(item.nodeid)
-        marks = [KEPT[mark.name] for mark in item.iter_markers() if mark.name in KEPT]
-        is_out = any(crc32(name.encode()) % one_of for one_of in marks)
-        if is_out or item.get_closest_marker("seldom"):
-            seldom.add(item)
-        elif isinstance(item, pytest.Function) and hasattr(item, "callspec"):
-            grids[name].append(item)
-    return seldom.union(*(set(cases) - set(_rows(_in_order(cases))) for cases in grids.values()))
+    """The cases of grids that are in no row."""
+    grids = _by_test(items).values()
+    return set[pytest.Item]().union(*(set(cases) - set(_rows(cases)) for cases in grids))
 
 
 def leave_to_again(items: Iterable[pytest.Item], slow: Set[str]) -> None:
-    """Mark cases of slow tests, and of tests with `every`, by `again`: all but one of so many.
+    """Mark two of three cases of slow tests by `again`.
 
     Of each value that several cases share, one case stays; so does one with the most ranks, and
     one at the highest stage.
     """
-    tests = defaultdict[str, list[pytest.Function]](list)
-    for item in items:
-        name = test_of(item.nodeid)
-        is_one_of_so_many = name in slow or item.get_closest_marker("every")
-        if is_one_of_so_many and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
-            tests[name].append(item)
-    for name, shuffled in tests.items():
-        cases = _in_order(shuffled)
-        mark = cases[0].get_closest_marker("every")
-        number, first = (*mark.args, 0)[:2] if mark else (OF_SLOW, (len(cases) - 1) % OF_SLOW)
+    for name, cases in _by_test(items).items():
+        if name not in slow or any(case.get_closest_marker("again") for case in cases):
+            continue
         values = {case: set(_numbers(case, cases)) for case in cases}
         uses = Counter(value for case in cases for value in values[case])
         wanted = {value for value in uses if uses[value] > 1} | _largest(cases)
-        stays = cases[first::number]
+        stays = cases[(len(cases) - 1) % OF_SLOW :: OF_SLOW]
         for case in (*stays, *reversed(cases)):
             if case in stays or values[case] & wanted:
                 wanted -= values[case]
@@ -67,9 +49,15 @@ def leave_to_again(items: Iterable[pytest.Item], slow: Set[str]) -> None:
                 case.add_marker(pytest.mark.again(name))
 
 
-def _in_order(shuffled: Iterable[pytest.Function]) -> list[pytest.Function]:
-    """As they are written: `make test` and `make again`, which shuffle apart, choose the same."""
-    return sorted(shuffled, key=lambda case: tuple(case.callspec.indices.values()))
+def _by_test(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Function]]:
+    """Cases of each test, as they are written: `make test` and `make again` choose the same."""
+    tests = defaultdict[str, list[pytest.Function]](list)
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            tests[test_of(item.nodeid)].append(item)
+    for cases in tests.values():
+        cases.sort(key=lambda case: tuple(case.callspec.indices.values()))
+    return tests
 
 
 def _rows(cases: Sequence[pytest.Function]) -> list[pytest.Function]:

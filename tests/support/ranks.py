@@ -6,6 +6,8 @@ torch's threaded process group is private to torch's own tests; only this file t
 from __future__ import annotations
 
 import faulthandler
+import functools
+import inspect
 import os
 import sys
 import tempfile
@@ -111,6 +113,28 @@ def seeded(build: Callable[..., Any], *args: Any, seed: int = 0) -> Any:
         else:  # what the line above does here, but for the stack that it formats for a GPU to come
             torch.default_generator.manual_seed(seed)
         return build(*args)
+
+
+def every_rank(
+    world_size: int | None = None,
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Decorate a test that takes its rank first: each of `world_size` threads runs it.
+
+    None: as many as the test's own argument `world_size` says.
+    """
+
+    def decorate(test: Callable[..., Any]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def on_each_rank(**arguments: Any) -> None:
+            number = arguments["world_size"] if world_size is None else world_size
+            run_ranks(number, functools.partial(test, **arguments))
+
+        signature = inspect.signature(test)
+        _, *own = signature.parameters.values()
+        on_each_rank.__signature__ = signature.replace(parameters=own)  # what pytest provides
+        return on_each_rank
+
+    return decorate
 
 
 def run_processes(

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import onefold
-from tests.support.ranks import run_ranks, seeded
+from tests.support.ranks import every_rank, run_ranks, seeded
 
 STAGES = [0, 1, 2, 3]
 WORLDS = [1, 2, 3]
@@ -79,13 +79,11 @@ def test_an_assigned_gradient_survives_accumulate(case, stage, world_size):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("stage", [0, 1])
-def test_replacing_a_gradient_that_hides_a_sum_is_refused(stage, world_size):
-    def body(rank):
-        module = onefold.shard(seeded(build), stage=stage)
-        with pytest.raises(onefold.StateError, match=r"another tensor in its place[^$]*hint: "):
-            run(module, {0: [assign], 2: [double]}, rank, world_size, onefold.accumulate)
-
-    run_ranks(world_size, body)
+@every_rank()
+def test_replacing_a_gradient_that_hides_a_sum_is_refused(rank, stage, world_size):
+    module = onefold.shard(seeded(build), stage=stage)
+    with pytest.raises(onefold.StateError, match=r"another tensor in its place[^$]*hint: "):
+        run(module, {0: [assign], 2: [double]}, rank, world_size, onefold.accumulate)
 
 
 @pytest.mark.parametrize("world_size", WORLDS)

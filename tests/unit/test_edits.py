@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import onefold
 from onefold.unit.logical import warn_of_shards
-from tests.support.ranks import run_ranks, seeded
+from tests.support.ranks import every_rank, run_ranks, seeded
 from tests.support.zoo import whole
 
 ROWS = [(1, 3), (2, 0), (2, 1), (3, 2), (3, 3)]
@@ -213,18 +213,16 @@ READS: dict[str, Callable[[Any], Tensor]] = {
 
 @pytest.mark.parametrize("is_inference", [False, True])
 @pytest.mark.parametrize("shares", [None, [2.0, 1.0]])
+@every_rank(2)
 def test_a_read_without_gradients_sees_the_weights_at_rest_as_no_forward_rounds_them(
-    shares, is_inference
+    rank, shares, is_inference
 ):
-    def body(rank: int) -> None:
-        module, _ = sharded(3, precision="bf16", wire="recommended", shares=shares)
-        plain = seeded(Mixed)
-        with torch.inference_mode(is_inference), torch.no_grad():
-            for read in READS.values():
-                got, wanted = whole(read(module.many)), read(plain.many)
-                torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
-
-    run_ranks(2, body)
+    module, _ = sharded(3, precision="bf16", wire="recommended", shares=shares)
+    plain = seeded(Mixed)
+    with torch.inference_mode(is_inference), torch.no_grad():
+        for read in READS.values():
+            got, wanted = whole(read(module.many)), read(plain.many)
+            torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
 
 
 def _call(func: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -352,17 +350,15 @@ def test_views_of_a_parameter_without_elements_have_the_shapes_of_one_process(
 
 
 @pytest.mark.parametrize("shares", [None, (3, 1)])
-def test_a_write_that_cannot_reach_other_ranks_says_so(shares):
-    def body(rank: int) -> None:
-        module, _ = sharded(3, shares=shares)
-        with torch.no_grad():
-            row = module.many[0]
-            with pytest.raises(onefold.StateError, match=r"part of parameter 'many'[^$]*writeback"):
-                torch.add(row, 1, out=row)
-            with pytest.raises(onefold.StateError, match=r"part of parameter 'many'[^$]*writeback"):
-                row.view(torch.int32).zero_()
-
-    run_ranks(2, body)
+@every_rank(2)
+def test_a_write_that_cannot_reach_other_ranks_says_so(rank, shares):
+    module, _ = sharded(3, shares=shares)
+    with torch.no_grad():
+        row = module.many[0]
+        with pytest.raises(onefold.StateError, match=r"part of parameter 'many'[^$]*writeback"):
+            torch.add(row, 1, out=row)
+        with pytest.raises(onefold.StateError, match=r"part of parameter 'many'[^$]*writeback"):
+            row.view(torch.int32).zero_()
 
 
 class Reading(nn.Module):
@@ -465,23 +461,20 @@ def test_a_copy_of_a_parameter_computes_with_it_with_and_without_gradients(world
 
 
 @rows
-def test_copies_between_models_are_those_of_one_process(world_size, stage):
+@every_rank()
+def test_copies_between_models_are_those_of_one_process(rank, world_size, stage):
     """From plain to sharded, from sharded to plain, and between models of two stages."""
-
-    def body(rank: int) -> None:
-        source = seeded(Mixed, seed=1)
-        target, _ = sharded(stage)
-        other = onefold.shard(seeded(Mixed, seed=2), stage=3 - stage)
-        back = seeded(Mixed, seed=3)
-        chain = [source, target, other, back]
-        for before, after in pairwise(chain):
-            with torch.no_grad():
-                for p, q in zip(after.parameters(), before.parameters(), strict=True):
-                    p.copy_(q)
-        for (name, p), q in zip(back.named_parameters(), source.parameters(), strict=True):
-            assert torch.equal(p, q), name
-
-    run_ranks(world_size, body)
+    source = seeded(Mixed, seed=1)
+    target, _ = sharded(stage)
+    other = onefold.shard(seeded(Mixed, seed=2), stage=3 - stage)
+    back = seeded(Mixed, seed=3)
+    chain = [source, target, other, back]
+    for before, after in pairwise(chain):
+        with torch.no_grad():
+            for p, q in zip(after.parameters(), before.parameters(), strict=True):
+                p.copy_(q)
+    for (name, p), q in zip(back.named_parameters(), source.parameters(), strict=True):
+        assert torch.equal(p, q), name
 
 
 @rows
@@ -511,21 +504,19 @@ def test_a_hidden_state_made_of_a_weight_is_a_plain_tensor(world_size, stage):
 
 
 @pytest.mark.parametrize(("world_size", "shares"), [(2, None), (2, (3, 1)), (3, (2, 0, 1))])
+@every_rank()
 def test_gradients_and_states_are_copied_and_pickled_with_even_and_uneven_shares(
-    world_size, shares
+    rank, world_size, shares
 ):
-    def body(rank: int) -> None:
-        module, optimizer = sharded(3, shares=shares)
-        module(X).sum().backward()
-        optimizer.step()
-        for state in (module.state_dict(), optimizer.state_dict(), [module.many.grad]):
-            copied = copy.deepcopy(state)
-            for mine, other in zip(tensors(state), tensors(copied), strict=True):
-                assert torch.equal(whole(mine), whole(other))
-                mine.mul_(2) if mine is module.many.grad else None
-        assert not torch.equal(whole(module.many.grad), whole(copied[0]))
-
-    run_ranks(world_size, body)
+    module, optimizer = sharded(3, shares=shares)
+    module(X).sum().backward()
+    optimizer.step()
+    for state in (module.state_dict(), optimizer.state_dict(), [module.many.grad]):
+        copied = copy.deepcopy(state)
+        for mine, other in zip(tensors(state), tensors(copied), strict=True):
+            assert torch.equal(whole(mine), whole(other))
+            mine.mul_(2) if mine is module.many.grad else None
+    assert not torch.equal(whole(module.many.grad), whole(copied[0]))
 
 
 def tensors(state: Any) -> list[Tensor]:
@@ -577,8 +568,9 @@ class Failing(nn.Module):
 
 @pytest.mark.parametrize("accumulates", [True, False])
 @rows
+@every_rank()
 def test_a_failed_backward_loses_the_sums_before_it_and_nothing_else(
-    world_size, stage, accumulates
+    rank, world_size, stage, accumulates
 ):
     """One rule for all stages: what it may have torn is an error until it is cleared."""
 
@@ -590,40 +582,36 @@ def test_a_failed_backward_loses_the_sums_before_it_and_nothing_else(
         with pytest.raises(Oops):
             module(x).sum().backward()
 
-    def body(rank: int) -> None:
-        module = seeded(Failing)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        onefold.shard(module, optimizer, stage=stage)
-        backward(module, X, fails=True)  # the first of a step: nothing is lost
-        module(X)
-        assert all(p.grad is None for p in module.parameters())
-        if accumulates:
-            with onefold.accumulate(module):
-                backward(module, X)
-        else:
+    module = seeded(Failing)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    onefold.shard(module, optimizer, stage=stage)
+    backward(module, X, fails=True)  # the first of a step: nothing is lost
+    module(X)
+    assert all(p.grad is None for p in module.parameters())
+    if accumulates:
+        with onefold.accumulate(module):
             backward(module, X)
-        backward(module, X, fails=True)
-        with pytest.raises(
-            onefold.StateError, match=r"the gradient of 'blocks[^$]*failed backward"
-        ):
-            optimizer.step()
-        for p in module.parameters():
-            with pytest.raises(onefold.StateError, match="failed backward"):
-                p.grad.norm()
-        optimizer.zero_grad()
+    else:
         backward(module, X)
-        plain = seeded(Failing)
-        backward(plain, X)
-        for p, q in zip(module.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(whole(p.grad), q.grad)
+    backward(module, X, fails=True)
+    with pytest.raises(onefold.StateError, match=r"the gradient of 'blocks[^$]*failed backward"):
         optimizer.step()
-
-    run_ranks(world_size, body)
+    for p in module.parameters():
+        with pytest.raises(onefold.StateError, match="failed backward"):
+            p.grad.norm()
+    optimizer.zero_grad()
+    backward(module, X)
+    plain = seeded(Failing)
+    backward(plain, X)
+    for p, q in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(p.grad), q.grad)
+    optimizer.step()
 
 
 @pytest.mark.parametrize("fails", ["between blocks", "at the end"])
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 0), *ROWS])
-def test_gradients_that_are_assigned_after_a_failed_backward_stay(world_size, stage, fails):
+@every_rank()
+def test_gradients_that_are_assigned_after_a_failed_backward_stay(rank, world_size, stage, fails):
     def script(module: nn.Module) -> None:
         module.fails = fails == "between blocks"
         x = X.clone().requires_grad_()
@@ -635,15 +623,12 @@ def test_gradients_that_are_assigned_after_a_failed_backward_stay(world_size, st
             p.grad = torch.full_like(p, 0.5)
         module(X).sum().backward()
 
-    def body(rank: int) -> None:
-        module, plain = seeded(Failing), seeded(Failing)
-        onefold.shard(module, torch.optim.SGD(module.parameters(), lr=0.1), stage=stage)
-        script(module)
-        script(plain)
-        for p, q in zip(module.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(whole(p.grad), q.grad)
-
-    run_ranks(world_size, body)
+    module, plain = seeded(Failing), seeded(Failing)
+    onefold.shard(module, torch.optim.SGD(module.parameters(), lr=0.1), stage=stage)
+    script(module)
+    script(plain)
+    for p, q in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(p.grad), q.grad)
 
 
 def test_the_first_forward_may_run_under_torch_func():
@@ -710,34 +695,30 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("read", REFUSED)
-def test_a_read_that_dtensor_refuses_on_uneven_rows_names_the_parameter(read):
-    def body(rank: int) -> None:
-        module, _ = sharded(3)
-        wanted = rf"the rows of parameter 'many' on rank {rank}[^$]*hint: [^$]*full_tensor"
-        with torch.no_grad(), pytest.raises(onefold.StateError, match=wanted):
-            REFUSED[read](module.many)
-        REFUSED[read](module.many.full_tensor())
-
-    run_ranks(3, body)
+@every_rank(3)
+def test_a_read_that_dtensor_refuses_on_uneven_rows_names_the_parameter(rank, read):
+    module, _ = sharded(3)
+    wanted = rf"the rows of parameter 'many' on rank {rank}[^$]*hint: [^$]*full_tensor"
+    with torch.no_grad(), pytest.raises(onefold.StateError, match=wanted):
+        REFUSED[read](module.many)
+    REFUSED[read](module.many.full_tensor())
 
 
 @pytest.mark.parametrize(
     ("world_size", "stage", "wanted"), [(2, 0, 1), (3, 1, 1), (2, 2, 3), (3, 3, 3)]
 )
+@every_rank()
 def test_hooks_run_whenever_a_mean_is_there_once_a_step_or_for_each_micro_batch(
-    world_size, stage, wanted
+    rank, world_size, stage, wanted
 ):
-    def body(rank: int) -> None:
-        module, _ = sharded(stage)
-        calls: list[Tensor] = []
-        module.many.register_post_accumulate_grad_hook(calls.append)
-        for _ in range(2):
-            with onefold.accumulate(module):
-                module(X).sum().backward()
-        module(X).sum().backward()
-        assert len(calls) == wanted
-
-    run_ranks(world_size, body)
+    module, _ = sharded(stage)
+    calls: list[Tensor] = []
+    module.many.register_post_accumulate_grad_hook(calls.append)
+    for _ in range(2):
+        with onefold.accumulate(module):
+            module(X).sum().backward()
+    module(X).sum().backward()
+    assert len(calls) == wanted
 
 
 class Normed(Failing):
@@ -780,7 +761,10 @@ def test_a_module_is_normed_and_tied_before_it_is_sharded(kind, change, world_si
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (2, 1), (3, 3)])
-def test_an_edit_in_a_block_that_is_computed_again_is_made_twice(world_size, stage, reentrant):
+@every_rank()
+def test_an_edit_in_a_block_that_is_computed_again_is_made_twice(
+    rank, world_size, stage, reentrant
+):
     """As in one process: by the forward, and where backward computes the block again."""
 
     class Halved(nn.Module):
@@ -802,12 +786,9 @@ def test_an_edit_in_a_block_that_is_computed_again_is_made_twice(world_size, sta
         read = (out, module.inner.weight, module.first.weight.grad, module.inner.weight.grad)
         return [tensor.detach().norm().item() for tensor in read]
 
-    def compare(rank: int) -> None:
-        alone, module = seeded(Halved), seeded(Halved)
-        onefold.shard(module, stage=stage, units=lambda part: isinstance(part, nn.Linear))
-        assert train(module) == pytest.approx(train(alone), rel=1e-6)
-
-    run_ranks(world_size, compare)
+    alone, module = seeded(Halved), seeded(Halved)
+    onefold.shard(module, stage=stage, units=lambda part: isinstance(part, nn.Linear))
+    assert train(module) == pytest.approx(train(alone), rel=1e-6)
 
 
 class Averaging(nn.Module):

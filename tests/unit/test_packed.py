@@ -456,7 +456,6 @@ def outputs_of(module: Any) -> tuple[Tensor, Tensor]:
     return logits, made
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize("rest", RESTS)
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_generate_the_tokens_of_one_process_on_any_number_of_ranks(name, rest):

@@ -28,7 +28,7 @@ from onefold.checkpoint.offline import export
 from onefold.errors import CheckpointError, ConfigError
 from onefold.recording.report import Report
 from onefold.wire.codec import codec_of
-from tests.support.ranks import run_ranks, seeded
+from tests.support.ranks import every_rank, run_ranks, seeded
 
 bnb = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
@@ -409,28 +409,26 @@ def test_a_weight_that_is_quantized_anew_brings_its_tables_along(kind):
         assert other == output
 
 
-def test_a_narrow_compute_dtype_leaves_packed_weights_as_they_are():
-    def run(rank: int) -> Any:
-        module = quantized("nf4 in bfloat16")
-        wanted = shown(module)
-        optimizer = torch.optim.AdamW(adapters(module), lr=1e-2)
-        onefold.shard(module, optimizer, precision="bf16")
-        assert [p.grad for p in module.parameters()] == [None] * len(list(module.parameters()))
-        average = onefold.ema(module, decay=0.5)
-        for _ in range(2):
-            module(batch(0)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            average.update()
-        packed = {name: value for name, value in wanted.items() if ".base." in name}
-        with average.applied():
-            found = onefold.full_state_dict(module, rank0_only=False)
-        assert_same_state({name: found[name] for name in packed}, packed)
+@every_rank(2)
+def test_a_narrow_compute_dtype_leaves_packed_weights_as_they_are(rank):
+    module = quantized("nf4 in bfloat16")
+    wanted = shown(module)
+    optimizer = torch.optim.AdamW(adapters(module), lr=1e-2)
+    onefold.shard(module, optimizer, precision="bf16")
+    assert [p.grad for p in module.parameters()] == [None] * len(list(module.parameters()))
+    average = onefold.ema(module, decay=0.5)
+    for _ in range(2):
+        module(batch(0)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update()
+    packed = {name: value for name, value in wanted.items() if ".base." in name}
+    with average.applied():
         found = onefold.full_state_dict(module, rank0_only=False)
-        assert_same_state({name: found[name] for name in packed}, packed)
-        assert not torch.equal(found["blocks.0.up.b.weight"], wanted["blocks.0.up.b.weight"])
-
-    run_ranks(2, run)
+    assert_same_state({name: found[name] for name in packed}, packed)
+    found = onefold.full_state_dict(module, rank0_only=False)
+    assert_same_state({name: found[name] for name in packed}, packed)
+    assert not torch.equal(found["blocks.0.up.b.weight"], wanted["blocks.0.up.b.weight"])
 
 
 def dispatched() -> nn.Module:
@@ -464,12 +462,10 @@ def on_meta(kind: str) -> nn.Module:
         (dispatched, "dispatched to"),
     ],
 )
-def test_weights_that_are_not_quantized_for_good_are_refused(build, words):
-    def run(rank: int) -> None:
-        with pytest.raises(ConfigError, match=words):
-            onefold.shard(seeded(build))
-
-    run_ranks(2, run)
+@every_rank(2)
+def test_weights_that_are_not_quantized_for_good_are_refused(rank, build, words):
+    with pytest.raises(ConfigError, match=words):
+        onefold.shard(seeded(build))
 
 
 def test_a_quantized_module_has_its_values_before_it_is_sharded(tmp_path):
@@ -835,44 +831,40 @@ def own_bytes(module: Any) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore:torch.save of a sharded module")
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (2, 1), (2, 3)])
-def test_the_bytes_of_a_frozen_quantized_weight_can_be_read_and_copied(world_size, stage):
-    def body(rank: int) -> None:
-        modules = [
-            nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8)) for _ in "ab"
-        ]
-        for module in modules:
-            onefold.shard(module, stage=stage, precision=onefold.Precision(frozen="int8"))
-        module, other = modules
-        wanted, others = own_bytes(module), own_bytes(other)
-        assert not torch.equal(wanted, others)
-        for show in SHOWN_BYTES.values():
-            with torch.no_grad():
-                weight = show(module)
-                assert weight.detach().tolist() == wanted.tolist()
-                assert weight.detach().numpy().tolist() == wanted.tolist()
-                assert weight[3].item() == wanted[3]
-                assert weight.sum().item() == wanted.sum()
-                assert "tensor(" in repr(weight[:4].float() + 1)
-                for read in (weight.clone(), weight.to(torch.int32), weight.float()):
-                    read.mul_(2)  # of its own
-                copied = copy.deepcopy(weight.detach())
-                copied.mul_(2)
-                file = io.BytesIO()
-                torch.save(weight.detach(), file)
-                file.seek(0)
-                assert torch.load(file, weights_only=False).shape == weight.shape
+@every_rank()
+def test_the_bytes_of_a_frozen_quantized_weight_can_be_read_and_copied(rank, world_size, stage):
+    modules = [nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8)) for _ in "ab"]
+    for module in modules:
+        onefold.shard(module, stage=stage, precision=onefold.Precision(frozen="int8"))
+    module, other = modules
+    wanted, others = own_bytes(module), own_bytes(other)
+    assert not torch.equal(wanted, others)
+    for show in SHOWN_BYTES.values():
+        with torch.no_grad():
+            weight = show(module)
+            assert weight.detach().tolist() == wanted.tolist()
+            assert weight.detach().numpy().tolist() == wanted.tolist()
+            assert weight[3].item() == wanted[3]
+            assert weight.sum().item() == wanted.sum()
+            assert "tensor(" in repr(weight[:4].float() + 1)
+            for read in (weight.clone(), weight.to(torch.int32), weight.float()):
+                read.mul_(2)  # of its own
+            copied = copy.deepcopy(weight.detach())
+            copied.mul_(2)
+            file = io.BytesIO()
+            torch.save(weight.detach(), file)
+            file.seek(0)
+            assert torch.load(file, weights_only=False).shape == weight.shape
+    assert torch.equal(own_bytes(module), wanted)
+    before = copy.deepcopy(module.state_dict())
+    for show in SHOWN_BYTES.values():
+        with torch.no_grad():
+            show(module).copy_(show(other))
+            assert torch.equal(own_bytes(module), others)
+            module[0].bias.copy_(other[0].bias)
+            assert torch.equal(module[0](torch.ones(8)), other[0](torch.ones(8)))
+        module.load_state_dict(before)
         assert torch.equal(own_bytes(module), wanted)
-        before = copy.deepcopy(module.state_dict())
-        for show in SHOWN_BYTES.values():
-            with torch.no_grad():
-                show(module).copy_(show(other))
-                assert torch.equal(own_bytes(module), others)
-                module[0].bias.copy_(other[0].bias)
-                assert torch.equal(module[0](torch.ones(8)), other[0](torch.ones(8)))
-            module.load_state_dict(before)
-            assert torch.equal(own_bytes(module), wanted)
-
-    run_ranks(world_size, body)
 
 
 def test_a_copy_of_plain_values_into_a_frozen_quantized_weight_is_refused():

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import onefold
 from onefold import ConfigError, Offload, StateError
 from onefold.engine.registry import engine_of
-from tests.support.ranks import run_ranks, seeded
+from tests.support.ranks import every_rank, run_ranks, seeded
 
 ROWS, WIDTH = 131, 48
 
@@ -162,86 +162,74 @@ def test_inputs_in_the_dtype_that_a_tiled_weight_names_are_cast_to_that_of_compu
     torch.testing.assert_close(tiled, whole, rtol=1e-2, atol=0)
 
 
-def test_a_tiled_weight_is_never_whole(tmp_path):
-    def body(rank: int) -> None:
-        module = seeded(lambda: nn.Sequential(nn.Linear(64, 4096), nn.Linear(4096, 8)))
-        optimizer = torch.optim.AdamW(module.parameters())
-        tile = 64 * 1024
-        onefold.shard(module, optimizer, units=list(module), offload=Offload(tile=tile))
-        module(torch.ones(4, 64)).sum().backward()
-        peak = onefold.report(module).memory["unsharded"]["device"].peak
-        assert peak < 3 * tile + 2 * 4096 * 4  # two tiles, and the biases of both layers
-
-    run_ranks(2, body)
+@every_rank(2)
+def test_a_tiled_weight_is_never_whole(rank, tmp_path):
+    module = seeded(lambda: nn.Sequential(nn.Linear(64, 4096), nn.Linear(4096, 8)))
+    optimizer = torch.optim.AdamW(module.parameters())
+    tile = 64 * 1024
+    onefold.shard(module, optimizer, units=list(module), offload=Offload(tile=tile))
+    module(torch.ones(4, 64)).sum().backward()
+    peak = onefold.report(module).memory["unsharded"]["device"].peak
+    assert peak < 3 * tile + 2 * 4096 * 4  # two tiles, and the biases of both layers
 
 
-def test_names_shapes_and_state_dicts_are_those_of_whole_weights():
-    def body(rank: int) -> None:
-        module = seeded(Wide)
-        names = [(name, p.shape) for name, p in module.named_parameters()]
-        wanted = {name: value.clone() for name, value in module.state_dict().items()}
-        onefold.shard(module, offload=Offload(tile=TILE))
-        assert [(name, p.shape) for name, p in module.named_parameters()] == names
-        for name, value in module.state_dict().items():
-            assert torch.equal(value.full_tensor(), wanted[name])
-
-    run_ranks(2, body)
+@every_rank(2)
+def test_names_shapes_and_state_dicts_are_those_of_whole_weights(rank):
+    module = seeded(Wide)
+    names = [(name, p.shape) for name, p in module.named_parameters()]
+    wanted = {name: value.clone() for name, value in module.state_dict().items()}
+    onefold.shard(module, offload=Offload(tile=TILE))
+    assert [(name, p.shape) for name, p in module.named_parameters()] == names
+    for name, value in module.state_dict().items():
+        assert torch.equal(value.full_tensor(), wanted[name])
 
 
-def test_evaluation_frozen_weights_and_accumulation_work():
-    def body(rank: int) -> None:
-        plain, module = seeded(Wide), seeded(Wide)
-        plain.head.weight.requires_grad_(False)
-        module.head.weight.requires_grad_(False)
-        onefold.shard(module, offload=Offload(tile=TILE))
-        tokens = torch.arange(10).view(2, 5) * 13
-        with torch.no_grad():
-            torch.testing.assert_close(module(tokens), plain(tokens))
-        for _ in range(2):
-            module(tokens).square().mean().backward()
-            plain(tokens).square().mean().backward()
-        assert module.head.weight.grad is None
-        got = module.embed.weight.grad.full_tensor()
-        torch.testing.assert_close(got, plain.embed.weight.grad, rtol=1e-4, atol=1e-7)
-        assert not got[3].any()
-
-    run_ranks(2, body)
+@every_rank(2)
+def test_evaluation_frozen_weights_and_accumulation_work(rank):
+    plain, module = seeded(Wide), seeded(Wide)
+    plain.head.weight.requires_grad_(False)
+    module.head.weight.requires_grad_(False)
+    onefold.shard(module, offload=Offload(tile=TILE))
+    tokens = torch.arange(10).view(2, 5) * 13
+    with torch.no_grad():
+        torch.testing.assert_close(module(tokens), plain(tokens))
+    for _ in range(2):
+        module(tokens).square().mean().backward()
+        plain(tokens).square().mean().backward()
+    assert module.head.weight.grad is None
+    got = module.embed.weight.grad.full_tensor()
+    torch.testing.assert_close(got, plain.embed.weight.grad, rtol=1e-4, atol=1e-7)
+    assert not got[3].any()
 
 
-def test_a_use_that_needs_the_weight_whole_is_refused_by_name():
+@every_rank(2)
+def test_a_use_that_needs_the_weight_whole_is_refused_by_name(rank):
     class Odd(Wide):
         def forward(self, tokens: Tensor) -> Tensor:
             return self.embed(tokens) @ self.head.weight.t()
 
-    def body(rank: int) -> None:
-        module = seeded(Odd)
-        onefold.shard(module, offload=Offload(tile=TILE))
-        with pytest.raises(StateError, match=r"head\.weight.*Linear or Embedding"):
-            module(torch.zeros(1, 2, dtype=torch.long))
-
-    run_ranks(2, body)
+    module = seeded(Odd)
+    onefold.shard(module, offload=Offload(tile=TILE))
+    with pytest.raises(StateError, match=r"head\.weight.*Linear or Embedding"):
+        module(torch.zeros(1, 2, dtype=torch.long))
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_a_backward_that_builds_a_graph_is_refused_by_name(world_size):
-    def body(rank: int) -> None:
-        module = seeded(Wide)
-        onefold.shard(module, offload=Offload(tile=TILE))
-        loss = module(torch.zeros(1, 2, dtype=torch.long)).square().sum()
-        with pytest.raises(StateError, match=r"create_graph through tiled weight 'head\.weight'"):
-            loss.backward(create_graph=True)
-
-    run_ranks(world_size, body)
+@every_rank()
+def test_a_backward_that_builds_a_graph_is_refused_by_name(rank, world_size):
+    module = seeded(Wide)
+    onefold.shard(module, offload=Offload(tile=TILE))
+    loss = module(torch.zeros(1, 2, dtype=torch.long)).square().sum()
+    with pytest.raises(StateError, match=r"create_graph through tiled weight 'head\.weight'"):
+        loss.backward(create_graph=True)
 
 
-def test_a_token_out_of_range_is_an_index_error_as_ever():
-    def body(rank: int) -> None:
-        module = seeded(Wide)
-        onefold.shard(module, offload=Offload(tile=TILE))
-        with pytest.raises(IndexError):
-            module(torch.full((1, 2), ROWS))
-
-    run_ranks(2, body)
+@every_rank(2)
+def test_a_token_out_of_range_is_an_index_error_as_ever(rank):
+    module = seeded(Wide)
+    onefold.shard(module, offload=Offload(tile=TILE))
+    with pytest.raises(IndexError):
+        module(torch.full((1, 2), ROWS))
 
 
 @pytest.mark.parametrize("tile", [0, -1, 2.5, "64MB", True])
@@ -294,22 +282,17 @@ def test_a_disk_that_fails_under_a_tile_is_an_error_on_every_rank(tmp_path, monk
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_a_backward_inside_unsharded_is_refused_by_the_name_of_the_tiled_weight(world_size):
+@every_rank()
+def test_a_backward_inside_unsharded_is_refused_by_the_name_of_the_tiled_weight(rank, world_size):
     """Inside the block it would have a whole gradient; the run goes on after the block."""
-
-    def body(rank: int) -> None:
-        module = seeded(Wide)
-        onefold.shard(module, offload=Offload(tile=TILE))
-        tokens = torch.arange(6)[None] + rank
-        with (
-            pytest.raises(
-                StateError, match=r"one inside, of '(embed|head)\.weight'.*Offload\.tile"
-            ),
-            onefold.unsharded(module),
-        ):
-            module(tokens).sum().backward()
-        module.zero_grad()
+    module = seeded(Wide)
+    onefold.shard(module, offload=Offload(tile=TILE))
+    tokens = torch.arange(6)[None] + rank
+    with (
+        pytest.raises(StateError, match=r"one inside, of '(embed|head)\.weight'.*Offload\.tile"),
+        onefold.unsharded(module),
+    ):
         module(tokens).sum().backward()
-        assert all(p.grad is not None for p in module.parameters())
-
-    run_ranks(world_size, body)
+    module.zero_grad()
+    module(tokens).sum().backward()
+    assert all(p.grad is not None for p in module.parameters())

@@ -17,7 +17,7 @@ from onefold.tier.device import DeviceStore
 from onefold.unit.buffer import Buffer, _own_references
 from onefold.unit.gather import UnitGather
 from onefold.wire import digest
-from tests.support.ranks import run_ranks, seeded
+from tests.support.ranks import every_rank, run_ranks, seeded
 
 WORLDS = pytest.mark.parametrize("world_size", [2, 3, 4])
 SHARDED = pytest.mark.parametrize("stage", [1, 3])
@@ -281,30 +281,27 @@ KEPT: dict[str, Any] = {
 
 @pytest.mark.parametrize("kept", KEPT)
 @SHARDED
-def test_a_gradient_that_a_user_keeps_is_not_overwritten(stage, kept):
+@every_rank(2)
+def test_a_gradient_that_a_user_keeps_is_not_overwritten(rank, stage, kept):
     """Its bytes would be those of the next backward. Otherwise they are used again, or freed."""
-
-    def body(rank: int) -> None:
-        module, _ = sharded(stage)
-        ledger = module.__dict__["_onefold_engine"].ledger
-        module(torch.ones(2, 3)).sum().backward()
-        assert module.many.grad is not None
-        mine = KEPT[kept](module.many.grad)
-        before = [list(mine)] if isinstance(mine, torch.UntypedStorage) else mine.clone()
-        module.zero_grad()
-        module(torch.full((2, 3), 5.0)).sum().backward()
-        if isinstance(mine, torch.UntypedStorage):
-            assert [list(mine)] == before
-        else:
-            local = [t.to_local() if isinstance(t, DTensor) else t for t in (mine, before)]
-            assert torch.equal(*local)
-        del mine
-        module.zero_grad()
-        module(torch.ones(2, 3))
-        held = sum(usage.now for (kind, _), usage in ledger.usage.items() if kind is Kind.GRAD)
-        assert (held == 0) == (stage == 3)
-
-    run_ranks(2, body)
+    module, _ = sharded(stage)
+    ledger = module.__dict__["_onefold_engine"].ledger
+    module(torch.ones(2, 3)).sum().backward()
+    assert module.many.grad is not None
+    mine = KEPT[kept](module.many.grad)
+    before = [list(mine)] if isinstance(mine, torch.UntypedStorage) else mine.clone()
+    module.zero_grad()
+    module(torch.full((2, 3), 5.0)).sum().backward()
+    if isinstance(mine, torch.UntypedStorage):
+        assert [list(mine)] == before
+    else:
+        local = [t.to_local() if isinstance(t, DTensor) else t for t in (mine, before)]
+        assert torch.equal(*local)
+    del mine
+    module.zero_grad()
+    module(torch.ones(2, 3))
+    held = sum(usage.now for (kind, _), usage in ledger.usage.items() if kind is Kind.GRAD)
+    assert (held == 0) == (stage == 3)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")

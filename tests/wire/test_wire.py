@@ -67,7 +67,6 @@ def test_differences_train_nearly_as_exact_messages(wire, stage):
     close(run_job(job(wire, clip=0.1), 3, stage), exact(3, stage), 0.01)
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize("wire", [*WIRES, *DIFFERENCES], ids=str)
 @pytest.mark.parametrize("secondary", SECONDARIES)
 def test_quantized_hops_train_nearly_as_exact_ones(wire, secondary):

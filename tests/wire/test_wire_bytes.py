@@ -70,7 +70,6 @@ def sent(report):
 SECONDARIES = [False, "weights", "gradients", "optimizer", None]
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize("secondary", SECONDARIES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_stage_3_sends_between_nodes_what_its_placement_says(shape, secondary):
@@ -158,7 +157,6 @@ HELD = [
 ]
 
 
-@pytest.mark.every(2, 1)
 @pytest.mark.parametrize(
     ("shape", "stage", "wire", "precision", "micros"),
     [(*each, micros) for index, each in enumerate(HELD)

@@ -5,6 +5,9 @@ A printed script holds the source of those that it uses.
 
 from __future__ import annotations
 
+from collections import UserDict
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -139,20 +142,23 @@ class Cells(nn.Module):
 
 
 class Attends(nn.Module):
-    """Attention over two tokens of four."""
+    """Attention over two tokens of four; "cross" looks at tokens of another width."""
 
     def __init__(self, kind: str = "attention") -> None:
         super().__init__()
         if kind == "attention":
             self.inner: Any = nn.MultiheadAttention(4, 2, batch_first=True)
+        elif kind == "cross":
+            self.inner = nn.MultiheadAttention(4, 2, kdim=2, vdim=2, batch_first=True)
         else:
             self.inner = nn.TransformerEncoderLayer(4, 2, 5, dropout=0.0, batch_first=True)
         self.kind = kind
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.unflatten(1, (2, 4))
-        if self.kind == "attention":
-            return x + self.inner(tokens, tokens, tokens, need_weights=False)[0].flatten(1)
+        if self.kind in ("attention", "cross"):
+            seen = tokens[..., :2] if self.kind == "cross" else tokens
+            return x + self.inner(tokens, seen, seen, need_weights=False)[0].flatten(1)
         return self.inner(tokens).flatten(1)
 
 
@@ -281,11 +287,14 @@ class Buffered(nn.Module):
 
 
 class Experts(nn.Module):
-    """Experts of which every row takes one; some may get no row."""
+    """Experts of which every row takes one; some may get no row, and `skips` calls none of those.
 
-    def __init__(self, count: int = 3, dense: bool = False) -> None:
+    `dense`: every row takes all of them.
+    """
+
+    def __init__(self, count: int = 3, dense: bool = False, skips: bool = False) -> None:
         super().__init__()
-        self.router, self.dense = nn.Linear(8, count), dense
+        self.router, self.dense, self.skips = nn.Linear(8, count), dense, skips
         self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(count))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -293,9 +302,9 @@ class Experts(nn.Module):
         if self.dense:
             return sum(e(x) * gates[:, i : i + 1] for i, e in enumerate(self.experts)) + x
         chosen, out = gates.argmax(-1), x
-        for i, expert in enumerate(self.experts):
+        for i in chosen.unique().tolist() if self.skips else range(len(self.experts)):
             rows = (chosen == i).nonzero().flatten()
-            part = expert(x[rows]) * gates[rows, i : i + 1]
+            part = self.experts[i](x[rows]) * gates[rows, i : i + 1]
             out = out.index_add(0, rows, part.to(out.dtype))  # autocast narrows it
         return out
 
@@ -309,6 +318,52 @@ class Stacked(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.tanh(torch.einsum("bi,eio->bo", x, self.weight)) / len(self.weight)
+
+
+@dataclass
+class Output:
+    """As models of transformers return."""
+
+    hidden: Tensor
+    total: Tensor
+    extra: Any = None
+
+
+class Holder:
+    """An object with a tensor."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+class Slotted:
+    """An object without a dictionary."""
+
+    __slots__ = ("hidden",)
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+def pack(kind: str, x: Tensor) -> Any:
+    """Put a tensor inside something else."""
+    return {
+        "tuple": lambda: (None, x, 3), "list": lambda: [x, x * 2],
+        "dict": lambda: {"x": x, "name": "n"}, "nested": lambda: {"a": [(x, {"b": x + 1})]},
+        "dataclass": lambda: Output(x, x.sum(1, True)), "object": lambda: Holder(x),
+        "object with slots": lambda: Slotted(x), "namespace": lambda: SimpleNamespace(x=[x]),
+        "user dict": lambda: UserDict(x=x),
+    }[kind]()  # fmt: skip
+
+
+def unpack(kind: str, held: Any) -> Tensor:
+    """Take it out again, or a function of it."""
+    return {
+        "tuple": lambda: held[1], "list": lambda: held[0] + held[1], "dict": lambda: held["x"],
+        "nested": lambda: held["a"][0][1]["b"], "dataclass": lambda: held.hidden - held.total,
+        "object": lambda: held.hidden, "object with slots": lambda: held.hidden,
+        "namespace": lambda: held.x[0], "user dict": lambda: held["x"],
+    }[kind]()  # fmt: skip
 
 
 class Packed(nn.Module):
@@ -334,6 +389,28 @@ class Reader(nn.Module):
     def forward(self, packed: Any, *, scale: float) -> dict[str, list[Tensor]]:
         x = packed["x"] if self.kind == "dict" else packed[1][0]
         return {"out": [x + self.inner(x) / scale]}
+
+
+class Packer(nn.Module):
+    """A residual block that returns its rows inside something else."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.up, self.down = kind, nn.Linear(8, 7), nn.Linear(7, 8)
+
+    def forward(self, x: Tensor) -> Any:
+        return pack(self.kind, x + self.down(torch.tanh(self.up(x))))
+
+
+class Unpacked(nn.Module):
+    """Takes out what `Packer` returns."""
+
+    def __init__(self, kind: str = "tuple") -> None:
+        super().__init__()
+        self.kind, self.inner = kind, Packer(kind)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return unpack(self.kind, self.inner(x))
 
 
 class InPlace(nn.Module):
@@ -436,3 +513,90 @@ class Gated(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.tanh(self.one(x) if x.detach().sum() > 0 else self.two(x))
+
+
+class Clamped(nn.Module):
+    """Changes its own weight in every forward: a norm of rows, or a clamp through `data`."""
+
+    def __init__(self, how: str = "norm") -> None:
+        super().__init__()
+        self.weight, self.how = nn.Parameter(torch.randn(7, 8)), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "norm":
+            with torch.no_grad():
+                self.weight.copy_(F.normalize(self.weight, dim=1))
+        else:
+            self.weight.data.clamp_(-0.5, 0.5)
+        return F.linear(x, self.weight) @ self.weight
+
+
+class Positions(nn.Module):
+    """Its output is its weight, or a slice of it, as learned position embeddings have."""
+
+    def __init__(self, first: int = 0) -> None:
+        super().__init__()
+        self.weight, self.first = nn.Parameter(torch.randn(4, 8)), first
+
+    def forward(self) -> Tensor:
+        return self.weight[self.first :] if self.first else self.weight
+
+
+class Positioned(nn.Module):
+    """Uses what `Positions` return."""
+
+    def __init__(self, first: int = 0) -> None:
+        super().__init__()
+        self.positions = Positions(first)
+
+    def forward(self, x: Tensor) -> Tensor:
+        where = self.positions()
+        return torch.tanh(x + x @ where.t() @ where)
+
+
+class Passing(nn.Module):
+    """Returns its input and a view of it, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 8))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return x, x[:, :3], F.linear(x, self.weight)
+
+
+class Passed(nn.Module):
+    """Uses what `Passing` returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Passing()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, start, projected = self.inner(x)
+        return x + (start * projected).sum(1, keepdim=True)
+
+
+class Scaled(torch.autograd.Function):
+    """What a fused kernel is to autograd: it is given the weight itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad * weight, (grad * x).sum(0)
+
+
+class Scaling(nn.Module):
+    """Gives its weight to a function of autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.inner = nn.Parameter(torch.randn(8)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(Scaled.apply(x, self.weight))

@@ -26,6 +26,15 @@ BLOCKS = (
     "nn.Sequential(nn.Linear(8, 5), nn.GELU(), nn.Linear(5, 8))",
 )  # fmt: skip
 
+POOL = 3000
+"""Seeds below it draw from `BLOCKS` alone: their programs, and what was recorded of them, stay."""
+LATER_BLOCKS = (
+    'Attends("cross")', "Clamped()", 'Clamped("clamp")', "Positioned()", "Positioned(1)",
+    "Passed()", "Scaling()", "Experts(4, skips=True)", "Unpacked()",
+    *(f'Unpacked("{kind}")' for kind in ("list", "nested", "dataclass", "object",
+                                         "object with slots", "namespace", "user dict")),
+)  # fmt: skip
+
 WRAPPERS = (
     *("Recomputed({})", "Recomputed({}, reentrant=True)", "Chain({})", "Chain({})") * 2,
     "Functional({})", "Functional({}, 0.5)",

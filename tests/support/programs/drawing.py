@@ -17,10 +17,12 @@ from tests.support.programs import blocks, edits, frame, operations, optimizers,
 from tests.support.programs.catalogue import (
     BLOCKS,
     GROUPS,
+    LATER_BLOCKS,
     LOSSY_WIRES,
     OFFLOADS,
     OPERATIONS,
     OPTIMIZERS,
+    POOL,
     PRECISIONS,
     SCHEDULES,
     SPLIT,
@@ -42,6 +44,8 @@ NOT_IN_BLOCKS = (*WHOLE_COPIES, "Counting", "Normalized", "torch.optim.Muon",
 """Optimizers whose state does not leave the device."""
 NOT_OF_BYTES = ("read_shapes", "read_weights", "edit_", "interpolate")
 """Operations that take the bytes of a quantized frozen weight for its values."""
+REDRAWN = 1_000_003
+"""Between the seed of a program that plain torch cannot run and that of the next one."""
 CARELESS = 0.05
 """Share of the choices that the library has to refuse."""
 
@@ -135,7 +139,8 @@ class Drawn:
         head, _, body = inspect.getsource(frame).partition("import sys\n")
         more = (
             "import os\nimport torch.distributed.checkpoint.state_dict as dcp_state\n"
-            "from contextlib import suppress\nfrom torch.nn import functional as F\n"
+            "from collections import UserDict\nfrom contextlib import suppress\n"
+            "from types import SimpleNamespace\nfrom torch.nn import functional as F\n"
             "from torch.utils.checkpoint import checkpoint\n\nMake = Callable\n\n\n"
         )
         bound = 0.3 if self.is_lossy else 1e-4
@@ -166,7 +171,8 @@ def draw(seed: int) -> Drawn:
     """The program of a seed; the same in every process and on every machine."""
     r = random.Random(seed)
     kind = r.choices(("train", "stream", "islands", "tp"), (30, 1, 1, 2))[0]
-    chosen = draw_blocks(r)
+    kinds = BLOCKS if seed % REDRAWN < POOL else (*BLOCKS, *LATER_BLOCKS)
+    chosen = draw_blocks(r, kinds)
     if kind != "train":
         return in_one_unit(draw_other(r, seed, kind, chosen))
     dtype = r.choices(("float32", "float64", "bfloat16"), (16, 3, 2))[0]
@@ -251,13 +257,13 @@ def draw_world(r: random.Random) -> int:
     return r.choices((1, 2, 3, 4), (3, 6, 5, 1))[0]
 
 
-def draw_blocks(r: random.Random) -> tuple[str, ...]:
+def draw_blocks(r: random.Random, kinds: Sequence[str]) -> tuple[str, ...]:
     def block(depth: int) -> str:
         if depth < 2 and r.random() < 0.2:
             wrapper = r.choice(WRAPPERS)
             inner = ", ".join(block(depth + 1) for _ in range(2 if wrapper == "Chain({})" else 1))
             return wrapper.format(inner)
-        return r.choice(BLOCKS)
+        return r.choice(kinds)
 
     several = [block(0) for _ in range(r.randint(1, 4))]
     if r.random() < 0.3:  # repeated blocks are units of the default cut

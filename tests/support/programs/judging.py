@@ -24,7 +24,7 @@ from torch import Tensor
 
 from onefold.errors import OnefoldError
 from tests.support.programs.branches import takes_other_branches
-from tests.support.programs.drawing import Drawn, DrawnLeg, draw
+from tests.support.programs.drawing import REDRAWN, Drawn, DrawnLeg, draw
 from tests.support.programs.frame import Value, differences, distance, run_plain, run_rank
 from tests.support.programs.gloo import run_gloo_ranks
 from tests.support.programs.rounding import asks_for_bfloat16, run_noisy, run_wide
@@ -265,7 +265,7 @@ def judge_seed(
 ) -> tuple[Drawn, Verdict]:
     """Draw by a seed until plain torch can run the program, and judge it."""
     for attempt in range(20):
-        drawn = draws(seed + attempt * 1_000_003)
+        drawn = draws(seed + attempt * REDRAWN)
         verdict = judge.judge(drawn, compares=seed % 2 == 0)
         if verdict.kind != "redrawn":
             return drawn, verdict
