@@ -35,7 +35,7 @@ WARM = (
     "tests.sim.ranks",
     "tests.support.composed",
     "onefold.api",
-    "onefold.checkpoint.load",
+    "onefold.resume",
     "onefold.checkpoint.save",
     "torch._dynamo",
     "torch._refs",
