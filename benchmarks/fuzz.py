@@ -1,11 +1,11 @@
 """Fuzz the readers of checkpoints and weight files: any bytes are accepted or a `CheckpointError`.
 
     python benchmarks/fuzz.py --inputs 1000 --seed 1             a mutator of our own
-    python benchmarks/fuzz.py --inputs 1000 --atheris --only object   libFuzzer, guided by coverage
+    python benchmarks/fuzz.py --inputs 1000 --atheris --only json     libFuzzer, guided by coverage
 
 Every input has 5 seconds and 8 GiB of addresses. An input that ends otherwise is written to
-`--keep` and printed. Readers: metadata, manifest, object, tensor, safetensors; and `onefold.load`
-of a checkpoint whose metadata or data changed, with checksums that are right. Each reader gets
+`--keep` and printed. Readers: header, json, manifest, safetensors; and `onefold.load` of a
+checkpoint whose JSON or data changed, with checksums that are right. Each reader gets
 `--inputs`, in a process of its own, so a crash is counted too. `--record` adds a run for each
 reader to a file in `results`.
 """
@@ -35,32 +35,18 @@ import torch
 from contest.results import append_run
 
 import onefold
-from onefold.checkpoint import archives, directory, metadata, safetensors, unpickling
-from onefold.checkpoint.archives import elements_of
+from onefold.checkpoint import directory, listing, safetensors, tagged
 from onefold.checkpoint.checked_files import BLOCK_NBYTES, FileRecord
-from onefold.checkpoint.directory import METADATA, find, read_manifest
-from onefold.checkpoint.metadata import Piece, read_listing
-from onefold.checkpoint.safetensors import PretrainedFiles
+from onefold.checkpoint.directory import find, read_manifest
+from onefold.checkpoint.listing import read_listing
+from onefold.checkpoint.safetensors import SUFFIX, PretrainedFiles
 from onefold.checkpoint.source import open_source
-from onefold.checkpoint.unpickling import read_object
 from onefold.errors import CheckpointError
 
 LIMIT_S, LIMIT_NBYTES = 5, 8 << 30
 NUMBERS = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFFFFFF, 0xFFFFFFFF, 1 << 62, (1 << 64) - 1)
 
 Read = Callable[[bytes], object]
-
-
-class Bytes:
-    """Stands in for `BlockReader`: a file in memory."""
-
-    name = "fuzzed"
-
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-
-    def read(self, offset: int, nbytes: int) -> bytes:
-        return self.data[offset : offset + nbytes]
 
 
 def readers(folder: Path) -> dict[str, tuple[bytes, Read]]:
@@ -75,22 +61,15 @@ def readers(folder: Path) -> dict[str, tuple[bytes, Read]]:
     source = open_source(find(folder / "run")[0])
     good = source.manifest
     assert good is not None, "onefold.save writes one"
-    piece = source.tensors["model.0.weight"].pieces[0]
-    data = (folder / "run" / piece.place.file).read_bytes()
-    own = source.objects["rank.0"]
     changed = folder / "changed"
     changed.mkdir()
+    names = {"data": f"rank-00000{SUFFIX}", "json": "rank-00000.json"}
+    data, document = ((folder / "run" / name).read_bytes() for name in names.values())
 
     def manifest(body: bytes) -> object:
         head = f'{{"crc32":"{zlib.crc32(body):08x}","manifest":\n'.encode()
         (changed / "manifest.json").write_bytes(head + body + b"}\n")
         return read_manifest(changed)
-
-    def tensor(archive: bytes) -> object:
-        place = piece.place.__class__("fuzzed", 0, len(archive))
-        reader = Bytes(archive)
-        whole = Piece(piece.offsets, piece.sizes, place)
-        return elements_of(reader, whole, torch.float32)  # type: ignore[arg-type]
 
     def weights(file: bytes) -> object:
         (changed / "model.safetensors").write_bytes(file)
@@ -99,35 +78,34 @@ def readers(folder: Path) -> dict[str, tuple[bytes, Read]]:
             files.box(name, ((0,) * len(s), s)) for name in files.places if (s := files.shape(name))
         ]
 
-    def loading(name: str) -> Read:
-        def load(data: bytes) -> object:
-            blocks = (data[at : at + BLOCK_NBYTES] for at in range(0, len(data), BLOCK_NBYTES))
-            record = FileRecord(len(data), "".join(f"{zlib.crc32(block):08x}" for block in blocks))
-            path = loaded[name]
-            (path / name).write_bytes(data)
-            files = {**source.files, name: record}
+    def replaced(name: str, path: Path, data: bytes) -> dict[str, FileRecord]:
+        blocks = (data[at : at + BLOCK_NBYTES] for at in range(0, len(data), BLOCK_NBYTES))
+        length = min(len(data), 8 + int.from_bytes(data[:8], "little"))
+        head = f"{length}:{zlib.crc32(data[:length]):08x}"
+        record = FileRecord(len(data), "".join(f"{zlib.crc32(b):08x}" for b in blocks), head)
+        (path / name).write_bytes(data)
+        return {**source.files, name: record}
+
+    def reading(kind: str, *, loads: bool) -> Read:
+        path = folder / f"{kind}-{loads}"
+        shutil.copytree(folder / "run", path)
+
+        def read(data: bytes) -> object:
+            files = replaced(names[kind], path, data)
+            if not loads:
+                return read_listing(path, files, 1)
             (path / "manifest.json").write_bytes(replace(good, files=files).encode())
             return onefold.load(path, module, optimizer)
 
-        return load
+        return read
 
-    loaded = {name: folder / f"loaded{index}" for index, name in enumerate(source.files)}
-    for path in loaded.values():
-        shutil.copytree(folder / "run", path)
     body = (folder / "run" / "manifest.json").read_bytes().partition(b"\n")[2].removesuffix(b"}\n")
     return {
-        "metadata": (
-            (folder / "run" / METADATA).read_bytes(),
-            lambda data: read_listing(data, source.files, "metadata"),
-        ),
+        "header": (data, reading("data", loads=False)),
+        "json": (document, reading("json", loads=False)),
         "manifest": (body, manifest),
-        "object": (
-            data[own.start : own.start + own.length],
-            lambda archive: read_object(archive, "fuzzed"),
-        ),
-        "tensor": (data[piece.place.start : piece.place.range[1]], tensor),
-        "load metadata": ((folder / "run" / METADATA).read_bytes(), loading(METADATA)),
-        "load data": (data, loading(piece.place.file)),
+        "load json": (document, reading("json", loads=True)),
+        "load data": (data, reading("data", loads=True)),
         "safetensors": ((folder / "weights" / "model.safetensors").read_bytes(), weights),
     }
 
@@ -219,7 +197,7 @@ def late(*_: object) -> None:
 def with_atheris(good: bytes, inputs: int, seed: int, attempts: Attempts) -> None:
     """Let libFuzzer find inputs from a good one; it ends the process."""
     atheris: Any = import_module("atheris")
-    for module in (unpickling, metadata, archives, directory, safetensors):
+    for module in (listing, tagged, directory, safetensors):
         for value in vars(module).values():
             if isinstance(value, FunctionType) and value.__module__ == module.__name__:
                 atheris.instrument_func(value)

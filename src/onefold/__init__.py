@@ -19,8 +19,6 @@ if TYPE_CHECKING:  # `as`: type checkers take these names for public ones
     from onefold.axes.clipping import clip_grad_norm_ as clip_grad_norm_
     from onefold.axes.pipelines.drive import pipeline as pipeline
     from onefold.axes.sequence.splitting import split_sequence as split_sequence
-    from onefold.checkpoint.directory import latest as latest
-    from onefold.checkpoint.load import load as load
     from onefold.checkpoint.pretrained import full_state_dict as full_state_dict
     from onefold.checkpoint.pretrained import load_pretrained as load_pretrained
     from onefold.checkpoint.pretrained import save_pretrained as save_pretrained
@@ -42,6 +40,8 @@ if TYPE_CHECKING:  # `as`: type checkers take these names for public ones
     from onefold.outer.islands import islands as islands
     from onefold.planner.planning import plan as plan
     from onefold.recording.recorder import record as record
+    from onefold.resume import latest as latest
+    from onefold.resume import load as load
     from onefold.wire_config import Wire as Wire
 
 __version__ = "0.2.0"
@@ -52,8 +52,6 @@ _HOMES = {
     "onefold.axes.clipping": "clip_grad_norm_",
     "onefold.axes.pipelines.drive": "pipeline",
     "onefold.axes.sequence.splitting": "split_sequence",
-    "onefold.checkpoint.directory": "latest",
-    "onefold.checkpoint.load": "load",
     "onefold.checkpoint.pretrained": "full_state_dict load_pretrained save_pretrained",
     "onefold.checkpoint.save": "save",
     "onefold.config": "Offload Precision",
@@ -67,6 +65,7 @@ _HOMES = {
     "onefold.outer.islands": "islands",
     "onefold.planner.planning": "plan",
     "onefold.recording.recorder": "record",
+    "onefold.resume": "latest load",
     "onefold.wire_config": "Wire",
 }
 """The public names of each module."""

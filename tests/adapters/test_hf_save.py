@@ -25,6 +25,8 @@ from transformers import Trainer, TrainerCallback
 import onefold
 import onefold.hf
 from onefold.adapters.hf.saving import newest
+from onefold.checkpoint.directory import find
+from onefold.checkpoint.source import open_source
 from tests.adapters.test_hf_trainer import Mine, Net, assert_as
 from tests.house.test_examples import under_torchrun
 from tests.support.ranks import run_ranks, seeded
@@ -183,10 +185,7 @@ def _adapters(rank: int, folder: Path) -> None:
 
 
 def _names(out: Path) -> set[str]:
-    from torch.distributed.checkpoint import FileSystemReader
-
-    found = FileSystemReader(out / "checkpoint-6" / "onefold").read_metadata()
-    return set(found.state_dict_metadata)
+    return set(open_source(find(out / "checkpoint-6" / "onefold")[0]).paths)
 
 
 def test_adapters_are_saved_and_resumed_without_their_base(tmp_path):

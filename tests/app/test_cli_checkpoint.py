@@ -143,13 +143,13 @@ def test_inspect_shows_what_a_checkpoint_holds(saved, capsys):
 
 
 def test_inspect_names_the_file_that_is_damaged(saved, capfd):
-    data = saved.folder / "step-00000008" / "__1_0.distcp"
+    data = saved.folder / "step-00000008" / "rank-00001.safetensors"
     before = data.read_bytes()
-    data.write_bytes(before[:1000] + b"x" + before[1001:])
+    data.write_bytes(before[:-100] + b"x" + before[-99:])
     try:
         assert main(["inspect", str(saved.folder)]) == 0  # sizes are right
         assert main(["inspect", str(saved.folder), "--verify"]) == 1
-        assert "__1_0.distcp" in capfd.readouterr().err
+        assert "rank-00001.safetensors" in capfd.readouterr().err
     finally:
         data.write_bytes(before)
 

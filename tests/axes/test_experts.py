@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import onefold
-from onefold.checkpoint.metadata import SavedTensor
+from onefold.checkpoint.listing import SavedTensor
 from onefold.checkpoint.source import Source, unstack
 from onefold.compose import own_meshes
 from onefold.engine.precision import are_gradients_finite
@@ -119,8 +119,8 @@ def test_more_rows_than_a_module_has_parameters_are_no_stack():
     saved = SavedTensor((10**12, 0), torch.float32, ())
     name = "experts.stacked.weight"
     paths = {f"model.{name}": ("model", name)}
-    found: Any = None
-    source = Source(found, {}, {f"model.{name}": saved}, {}, paths)
+    nothing: Any = None
+    source = Source(nothing, {}, nothing, {f"model.{name}": saved}, {}, paths, {})
     assert unstack(source, {"experts.0.weight"}) is source
 
 

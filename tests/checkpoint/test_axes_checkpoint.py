@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 import onefold
 from onefold import Wire
 from onefold.checkpoint.safetensors import OffsetWriter
-from onefold.checkpoint.stages import Stages
 from onefold.wire_config import PRESETS
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import run_ranks, seeded
@@ -181,8 +180,6 @@ def test_every_byte_of_pretrained_weights_is_written_by_one_rank(secondary, tmp_
         onefold.load_pretrained(module, tmp_path / "p")
         same(whole_weights(module), wanted)
         assert module.seen.tolist() == [0, 0, 0]
-        return Stages.of(module).num_copies
 
-    copies = 2 if secondary == "optimizer" else 1
-    assert run_ranks(4, body) == [copies] * 4  # of each byte, when room is asked for
+    run_ranks(4, body)
     assert len(written) == len(set(written))

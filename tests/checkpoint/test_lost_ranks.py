@@ -11,8 +11,8 @@ import torch
 
 import onefold
 from onefold.checkpoint.contents import Contents
+from onefold.checkpoint.rank_files import RankFiles
 from onefold.checkpoint.source import Source
-from onefold.checkpoint.storage import WritePlanner, Writer
 from tests.support.models import Model
 from tests.support.ranks import run_processes, seeded, shorten_timeout
 
@@ -20,8 +20,8 @@ TIMEOUT_S = 4
 
 PLACES = {
     "save prepares": ("save", Contents, "of"),
-    "save plans": ("save", WritePlanner, "create_local_plan"),
-    "save writes": ("save", Writer, "write_data"),
+    "save agrees": ("save", Contents, "facts"),
+    "save writes": ("save", RankFiles, "write"),
     "load compares": ("load", Source, "rank_state"),
     "load reads": ("load", Source, "fill"),
 }

@@ -338,7 +338,7 @@ def test_an_export_is_what_save_pretrained_writes(tmp_path, world):
 
     run_ranks(world, body)
     done = export(tmp_path / "checkpoint", tmp_path / "exported", max_shard_nbytes=4000)
-    assert len(done.outputs) > 2
+    assert len(done.files) > 2
     for path in (tmp_path / "saved").iterdir():
         if path.name != "generation_config.json":
             assert (tmp_path / "exported" / path.name).read_bytes() == path.read_bytes(), path.name
@@ -380,11 +380,11 @@ def test_an_export_refuses_what_it_cannot_do(tmp_path):
         export(tmp_path / "checkpoint", tmp_path / "there")
     with pytest.raises(CheckpointError, match="nothing there"):
         export(tmp_path / "nowhere", tmp_path / "out")
-    data = tmp_path / "checkpoint" / "__0_0.distcp"
+    data = tmp_path / "checkpoint" / "rank-00000.safetensors"
     bytes_there = bytearray(data.read_bytes())
     bytes_there[len(bytes_there) // 2] ^= 4
     data.write_bytes(bytes_there)
-    with pytest.raises(CheckpointError, match="__0_0"):
+    with pytest.raises(CheckpointError, match="rank-00000"):
         export(tmp_path / "checkpoint", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert [path.name for path in tmp_path.glob(".*")] == []

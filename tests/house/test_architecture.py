@@ -212,10 +212,6 @@ OTHERS_OBJECTS = {
     "torch: optimizers, and a tied weight": {
         "optimizer.state", "optimizer.param_groups", "self.head.weight",
     },
-    "torch: metadata of a distributed checkpoint": {
-        "metadata.version", "metadata.storage_data", "metadata.storage_meta",
-        "metadata.planner_data",
-    },
     "Python: what a thread has for itself, a hook, an error, an array of ctypes": {
         "state.depth", "self._streams.stream", "self._scratch.tensor", "sys.unraisablehook",
         "error.errno", "view.owner",

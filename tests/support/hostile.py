@@ -6,15 +6,11 @@ of `onefold.save_pretrained`. None may be accepted; each ends in a `CheckpointEr
 
 from __future__ import annotations
 
-import dataclasses
-import io
 import json
 import os
-import pickle
 import re
 import shutil
-import struct
-import zipfile
+import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -24,21 +20,13 @@ import torch
 from torch import nn
 
 import onefold
+from onefold import CheckpointError
+from onefold.checkpoint.offline import export, inspect
+from onefold.foreign import PEERS
 
 BLOCK = 1 << 20
-META = ".metadata"
-DATA = "__0_0.distcp"
+DATA, OWN = "rank-00000.safetensors", "rank-00000.json"
 PWNED = "ran"
-
-
-class Boom:
-    """Creates a file where it is unpickled."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.folder / PWNED),)
 
 
 def built() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -63,7 +51,10 @@ def save_good(folder: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
 def record_of(data: bytes) -> dict[str, Any]:
     """What a manifest says of a file."""
     blocks = (data[i : i + BLOCK] for i in range(0, len(data), BLOCK))
-    return {"nbytes": len(data), "blocks": "".join(f"{zlib.crc32(b):08x}" for b in blocks)}
+    record = {"nbytes": len(data), "blocks": "".join(f"{zlib.crc32(b):08x}" for b in blocks)}
+    length = 8 + int.from_bytes(data[:8], "little")
+    is_listing = length <= len(data) and data[8:9] in (b"{", b"[")
+    return record | {"head": f"{length}:{zlib.crc32(data[:length]):08x}" if is_listing else ""}
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
@@ -83,6 +74,50 @@ def rewrite(folder: Path, name: str, data: bytes) -> None:
     fields = manifest_of(folder)
     fields["files"][name] = record_of(data)
     write_manifest(folder, fields)
+
+
+LIMIT_S = 5
+
+
+def outcome(act: Callable[[], object]) -> str:
+    """The name of what a call ends in."""
+    start = time.monotonic()
+    try:
+        act()
+    except CheckpointError:
+        end = "refused"
+    except BaseException as error:
+        end = f"{type(error).__name__}: {str(error)[:200]}"
+    else:
+        end = "accepted"
+    return end if time.monotonic() - start < LIMIT_S else f"{end} late"
+
+
+def refusals(
+    good: Path, cases: dict[str, Callable[[Path], None]], module: nn.Module,
+    optimizer: torch.optim.Optimizer, folder: Path, may_pass: Callable[[str], bool],
+) -> list[str]:  # fmt: skip
+    """Which cases were not refused by `load`, `inspect` or `export`.
+
+    `may_pass`: those that `inspect` may accept.
+    """
+    wrong = []
+    for number, (name, act) in enumerate(cases.items()):
+        path = folder / str(number) / "made-up"
+        shutil.copytree(good, path)
+        act(path)
+        ends = {"load": outcome(lambda p=path: onefold.load(p, module, optimizer))}
+        ends["newest"] = outcome(lambda p=path: onefold.load(p.parent, module, optimizer))
+        ends["inspect"] = outcome(lambda p=path: inspect(p, PEERS, verify=True))
+        for call, end in ends.items():
+            is_known = call == "inspect" and end == "accepted" and may_pass(name)
+            if end != "refused" and not is_known:
+                wrong.append(f"{name}: {call}: {end}")
+        end = outcome(lambda p=path: export(p, p.parent / "exported", PEERS))
+        if end not in ("refused", "accepted"):
+            wrong.append(f"{name}: export: {end}")
+        assert not list(folder.rglob(PWNED)), name
+    return wrong
 
 
 CASES: dict[str, Callable[[Path], None]] = {}
@@ -108,60 +143,23 @@ def body_case(name: str, change: Callable[[str], str]) -> None:
     )
 
 
-def pickle_case(name: str, data: Callable[[Path], bytes]) -> None:
-    CASES[f"pickle {name}"] = lambda folder: rewrite(folder, META, data(folder))
-
-
-def metadata_case(name: str, change: Callable[[Any], Any]) -> None:
-    def act(folder: Path) -> None:
-        metadata = pickle.loads((folder / META).read_bytes())
-        change(metadata)
-        rewrite(folder, META, pickle.dumps(metadata))
-
-    CASES[f"metadata {name}"] = act
-
-
-def infos_case(name: str, **changes: Any) -> None:
-    """Change the place of every piece."""
-
-    def changed(info: Any) -> Any:
-        own = {k: v(info) if callable(v) else v for k, v in changes.items()}
-        return dataclasses.replace(info, **own)
-
-    def change(metadata: Any) -> None:
-        metadata.storage_data = {i: changed(s) for i, s in metadata.storage_data.items()}
-
-    metadata_case(name, change)
-
-
-def tensors_case(name: str, change: Callable[[Any], Any]) -> None:
-    """Change the description of every tensor."""
-
-    def act(metadata: Any) -> None:
-        for saved in metadata.state_dict_metadata.values():
-            if hasattr(saved, "chunks"):
-                change(saved)
-
-    metadata_case(name, act)
-
-
 # the manifest
 
 fields_case("without format", lambda j: j.pop("format") and j)
 fields_case("format text", lambda j: {**j, "format": "x"})
 fields_case("format negative", lambda j: {**j, "format": -1})
-body_case("format NaN", lambda body: body.replace('"format": 1', '"format": NaN'))
+body_case("format NaN", lambda body: body.replace('"format": 2', '"format": NaN'))
 body_case("size NaN", lambda body: re.sub(r'"nbytes": \d+', '"nbytes": NaN', body))
 fields_case("files list", lambda j: {**j, "files": []})
 fields_case("files none", lambda j: {**j, "files": None})
 fields_case("files empty", lambda j: {**j, "files": {}})
-fields_case("record of more", lambda j: j["files"][META].update(evil=1))
-fields_case("negative size", lambda j: j["files"][META].update(nbytes=-5))
-fields_case("huge size", lambda j: j["files"][META].update(nbytes=1 << 62))
-fields_case("size true", lambda j: j["files"][META].update(nbytes=True))
-fields_case("size of another", lambda j: j["files"][META].update(nbytes=17))
-fields_case("checksums number", lambda j: j["files"][META].update(blocks=5))
-fields_case("checksums none", lambda j: j["files"][META].update(blocks=""))
+fields_case("record of more", lambda j: j["files"][OWN].update(evil=1))
+fields_case("negative size", lambda j: j["files"][OWN].update(nbytes=-5))
+fields_case("huge size", lambda j: j["files"][OWN].update(nbytes=1 << 62))
+fields_case("size true", lambda j: j["files"][OWN].update(nbytes=True))
+fields_case("size of another", lambda j: j["files"][OWN].update(nbytes=17))
+fields_case("checksums number", lambda j: j["files"][OWN].update(blocks=5))
+fields_case("checksums none", lambda j: j["files"][OWN].update(blocks=""))
 fields_case("checksums short", lambda j: j["files"][DATA].update(blocks="0"))
 fields_case("body list", lambda j: [1, 2])
 body_case("body deep", lambda body: "[" * 100_000 + "]" * 100_000)
@@ -174,7 +172,7 @@ fields_case("path dot dot", lambda j: j["files"].update({"..": record_of(b"x")})
 fields_case("path NUL", lambda j: j["files"].update({"a\0b": record_of(b"x")}))
 fields_case("path long", lambda j: j["files"].update({"a" * 5000: record_of(b"x")}))
 fields_case("path empty", lambda j: j["files"].update({"": record_of(b"x")}))
-fields_case("without metadata", lambda j: j["files"].pop(META) and j)
+fields_case("without metadata", lambda j: j["files"].pop(OWN) and j)
 fields_case("without data", lambda j: j["files"].pop(DATA) and j)
 fields_case("optimizers", lambda j: {**j, "optimizers": [{"kind": 1}]})
 fields_case("optimizers text", lambda j: {**j, "optimizers": "x"})
@@ -191,172 +189,234 @@ fields_case("versions list", lambda j: {**j, "versions": ["1"]})
 fields_case("surrogate", lambda j: {**j, "save_id": "\ud800"})
 
 
-# pickles
-
-pickle_case("call", lambda f: pickle.dumps(Boom(f)))
-metadata_case("call inside", lambda m: m.planner_data.update(x=Boom(Path("/nowhere"))))
-pickle_case("empty", lambda f: b"")
-pickle_case("text", lambda f: b"hello")
-pickle_case("number", lambda f: pickle.dumps(5))
-pickle_case("cut", lambda f: (f / META).read_bytes()[:-10])
-pickle_case("deep lists", lambda f: b"\x80\x04" + b"]" * 200_000 + b"a" * 199_999 + b".")
-pickle_case("deep tuples", lambda f: b"\x80\x04)" + b"\x85" * 200_000 + b".")
-pickle_case("huge memo", lambda f: b"\x80\x04Nr\xff\xff\xff\xff0N.")
-pickle_case("huge bytes", lambda f: b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b".")
-pickle_case("huge bytearray", lambda f: b"\x80\x05\x96" + struct.pack("<Q", 1 << 40) + b".")
-pickle_case("large bytearray", lambda f: b"\x80\x05\x96" + struct.pack("<Q", 1 << 31) + b".")
-pickle_case("huge frame", lambda f: b"\x80\x04\x95" + struct.pack("<Q", 1 << 60) + b"N.")
-_TWICE = b"\x94h%c\x86"  # memoize, get it, make a tuple of both
-pickle_case(
-    "tuples of tuples as a key",
-    lambda f: b"\x80\x04}N" + b"".join(_TWICE % i for i in range(60)) + b"Ns.",
-)
-pickle_case("persistent id", lambda f: b"\x80\x04NQ.")
-pickle_case("extension", lambda f: b"\x80\x04\x82\x01.")
+# headers
 
 
-# metadata
-
-infos_case("offset negative", offset=-100)
-infos_case("offset huge", offset=1 << 60)
-infos_case("offset behind", offset=lambda s: 1 << 20)
-infos_case("offset one further", offset=lambda s: s.offset + 1)
-infos_case("length huge", length=1 << 60)
-infos_case("length 40 GB", length=40 << 30)
-infos_case("length negative", length=-1)
-infos_case("length zero", length=0)
-infos_case("length NaN", length=float("nan"))
-infos_case("length text", length="x")
-infos_case("length short", length=lambda s: s.length // 2)
-infos_case("path absolute", relative_path="/etc/passwd")
-infos_case("path up", relative_path="../../x")
-infos_case("path up and back", relative_path="../good/" + DATA)
-infos_case("path number", relative_path=5)
-infos_case("path of metadata", relative_path=META)
-infos_case("one place for all", offset=0, length=4000)
-infos_case("packed by torch", transform_descriptors=["zstd"])
-tensors_case("without chunks", lambda t: setattr(t, "chunks", []))
-tensors_case("chunks none", lambda t: setattr(t, "chunks", None))
-tensors_case("chunks twice", lambda t: setattr(t, "chunks", [*t.chunks, *t.chunks]))
+def parts_of(data: bytes) -> tuple[Any, Any, bytes]:
+    """The header of a file of a rank, what it says of pieces, and the tensors' bytes."""
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    about = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
+    return header, about, data[8 + length :]
 
 
-def _each_chunk(name: str, **of: Callable[[Any], Any]) -> None:
-    def change(saved: Any) -> None:
-        for chunk in saved.chunks:
-            for key, value in of.items():
-                setattr(chunk, key, value(chunk))
-
-    tensors_case(name, change)
-
-
-_each_chunk("chunk negative", offsets=lambda c: torch.Size([-3] * len(c.offsets)))
-_each_chunk("chunk huge", sizes=lambda c: torch.Size([1 << 40] * len(c.sizes)))
-_each_chunk("chunk smaller", sizes=lambda c: torch.Size([max(1, n // 2) for n in c.sizes]))
-_each_chunk("chunk of more dimensions", sizes=lambda c: torch.Size([*c.sizes, 1]))
-_each_chunk("chunk of text", sizes=lambda c: "64")
-tensors_case("size huge", lambda t: setattr(t, "size", torch.Size([1 << 40])))
-tensors_case("size of many dimensions", lambda t: setattr(t, "size", torch.Size([1] * 1000)))
-tensors_case("dtype float64", lambda t: setattr(t.properties, "dtype", torch.float64))
-tensors_case("dtype int32", lambda t: setattr(t.properties, "dtype", torch.int32))
-metadata_case("names none", lambda m: setattr(m, "state_dict_metadata", None))
-metadata_case("names number", lambda m: m.state_dict_metadata.update({3: 4}))
-metadata_case("names fewer", lambda m: m.state_dict_metadata.pop("model.0.weight"))
-metadata_case("storage none", lambda m: setattr(m, "storage_data", None))
-metadata_case("storage empty", lambda m: m.storage_data.clear())
-metadata_case(
-    "rank state without a place",
-    lambda m: [m.storage_data.pop(i) for i in list(m.storage_data) if i.fqn.startswith("rank.")],
-)
-metadata_case("storage list", lambda m: setattr(m, "storage_data", [1]))
-metadata_case(
-    "keys numbers", lambda m: setattr(m, "planner_data", dict.fromkeys(m.planner_data, 5))
-)
-metadata_case(
-    "keys deep", lambda m: setattr(m, "planner_data", dict.fromkeys(m.planner_data, ("a", ("b",))))
-)
-metadata_case(
-    "group of a huge number",
-    lambda m: m.planner_data.update(
-        {k: (*p[:2], 10**9, *p[3:]) for k, p in m.planner_data.items() if p[1] == "param_groups"}
-    ),
-)
+def joined(header: Any, about: Any, data: bytes) -> bytes:
+    """The file of a rank, of its parts."""
+    if isinstance(header, dict) and isinstance(header.get("__metadata__"), dict):
+        header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(about)
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
 
 
-# archives
-
-
-def archive_case(name: str, wanted: str, change: Callable[[bytes], bytes]) -> None:
-    """Append a changed archive to the data, and let the name `wanted` point there."""
+def rank_case(name: str, change: Callable[[Any, Any], Any], more: bytes = b"") -> None:
+    """Change the header, or what it says of pieces; `change` may return another header."""
 
     def act(folder: Path) -> None:
-        metadata = pickle.loads((folder / META).read_bytes())
-        data = (folder / DATA).read_bytes()
-        for index, info in list(metadata.storage_data.items()):
-            if index.fqn == wanted:
-                own = change(data[info.offset : info.offset + info.length])
-                place = {"offset": len(data), "length": len(own)}
-                metadata.storage_data[index] = dataclasses.replace(info, **place)
-                data += own
-        rewrite(folder, META, pickle.dumps(metadata))
-        rewrite(folder, DATA, data)
+        header, about, data = parts_of((folder / DATA).read_bytes())
+        header = change(header, about) or header
+        rewrite(folder, DATA, joined(header, about, data + more))
 
-    CASES[f"archive {name}"] = act
+    CASES[f"header {name}"] = act
 
 
-def _object(value: Any) -> bytes:
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()
+def weight_case(name: str, **changes: Any) -> None:
+    """Change what the header says of one weight."""
+    rank_case(name, lambda h, a: h[WEIGHT].update(changes))
 
 
-def _zip(data: bytes, compression: int = zipfile.ZIP_STORED) -> bytes:
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w", compression) as archive:
-        archive.writestr("archive/data.pkl", data)
-        archive.writestr("archive/version", b"3\n")
-    return file.getvalue()
+def piece_case(name: str, **changes: Any) -> None:
+    """Change what is said of where one weight's piece lies in the tensor."""
+    rank_case(f"piece {name}", lambda h, a: a[WEIGHT].update(changes))
 
 
-class _Bytes:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return bytearray, (1 << 40,)
+WEIGHT = "model.0.weight"
+NBYTES = 64 * 64 * 4
 
 
-WEIGHT, OWN = "model.0.weight", "rank.0"
-archive_case("zeros", WEIGHT, lambda data: bytes(len(data)))
-archive_case("of an object", WEIGHT, lambda data: _object({"a": 1}).ljust(len(data), b"\0"))
-archive_case("of float64", WEIGHT, lambda data: _object(torch.zeros(64, 64, dtype=torch.float64)))
-archive_case("of another shape", WEIGHT, lambda data: _object(torch.zeros(32, 128)))
-archive_case("without its end", WEIGHT, lambda data: data[: len(data) // 2])
-archive_case("call in extra", OWN, lambda data: _object([{"extra": Boom(Path("/nowhere"))}]))
-archive_case("extra a number", OWN, lambda data: _object(5))
-archive_case("extra a list", OWN, lambda data: _object([1, 2]))
-archive_case("extra without random", OWN, lambda data: _object(({"extra": 1},)))
-archive_case(
-    "modules that are none", OWN,
-    lambda data: _object(({"extra": 1, "random": {}, "buffers": {}, "modules": [5]},)),
-)  # fmt: skip
-archive_case(
-    "random that is none", OWN,
-    lambda data: _object(({"extra": 1, "random": {"torch": 1}, "buffers": {}, "modules": [{}]},)),
-)  # fmt: skip
-archive_case("extra zeros", OWN, lambda data: bytes(1000))
-archive_case("extra packed", OWN, lambda data: _zip(b"0" * 10_000_000, zipfile.ZIP_DEFLATED))
-archive_case(
-    "extra of lists in lists", OWN,
-    lambda data: _zip(b"\x80\x02" + b"]" * 50_000 + b"a" * 49_999 + b"."),
-)  # fmt: skip
-_LIST_OF_TWO = b"]q%c(h%ch%ce"  # a new list, memoized, of the one before twice
-archive_case(
-    "extra of lists twice in lists", OWN,
-    lambda data: _zip(
-        b"\x80\x02]q\0" + b"".join(_LIST_OF_TWO % (i, i - 1, i - 1) for i in range(1, 60)) + b"."
-    ),
-)  # fmt: skip
-archive_case("extra of many bytes", OWN, lambda data: _object(({"extra": _Bytes()},)))
-archive_case("extra cut", OWN, lambda data: data[:-40])
-archive_case("lr text", "optim.param_groups.0.params", lambda data: _object("x"))
-archive_case("params numbers", "optim.param_groups.0.params", lambda data: _object([1, 2]))
+def _places(header: Any) -> tuple[int, int]:
+    return tuple(header[WEIGHT]["data_offsets"])
+
+
+rank_case("list", lambda h, a: [1])
+rank_case("empty", lambda h, a: {"__metadata__": h["__metadata__"]})
+rank_case("without metadata", lambda h, a: h.pop("__metadata__") and None)
+rank_case("metadata number", lambda h, a: h.update(__metadata__=5))
+rank_case("metadata without pieces", lambda h, a: a.clear())
+rank_case("pieces of other names", lambda h, a: a.update({"x": a.pop(WEIGHT)}))
+rank_case("entry list", lambda h, a: h.update({WEIGHT: [1]}))
+rank_case("entry gone", lambda h, a: h.pop(WEIGHT) and None)
+rank_case(
+    "entry more",
+    lambda h, a: h.update({"model.more": h[WEIGHT]}) or a.update({"model.more": a[WEIGHT]}),
+)
+rank_case(
+    "of one place for two",
+    lambda h, a: h["model.1.weight"].update(data_offsets=h["model.0.bias"]["data_offsets"]),
+)
+rank_case("longer file", lambda h, a: None, more=b"\0" * 8)
+weight_case("offsets negative", data_offsets=[-4, NBYTES - 4])
+weight_case("offsets huge", data_offsets=[1 << 60, (1 << 60) + NBYTES])
+weight_case("offsets backwards", data_offsets=[NBYTES, 0])
+weight_case("offsets short", data_offsets=[0, 8])
+weight_case("offsets text", data_offsets="ab")
+weight_case("offsets three", data_offsets=[0, 1, 2])
+weight_case("offsets true", data_offsets=[False, NBYTES])
+weight_case("offsets of fractions", data_offsets=[0.5, NBYTES + 0.5])
+rank_case(
+    "offsets one further", lambda h, a: h[WEIGHT].update(data_offsets=[n + 1 for n in _places(h)])
+)
+weight_case("shape larger", shape=[64, 65])
+weight_case("shape huge", shape=[1 << 40, 1 << 40])
+weight_case("shape negative", shape=[-64, -64])
+weight_case("shape text", shape="64")
+weight_case("shape number", shape=64)
+weight_case("shape of many dimensions", shape=[1] * 1000)
+weight_case("shape flat", shape=[64 * 64])
+weight_case("dtype F64", dtype="F64")
+weight_case("dtype X", dtype="X")
+weight_case("dtype list", dtype=[1])
+piece_case("behind", saved_offsets=[64, 0])
+piece_case("negative", saved_offsets=[-1, 0])
+piece_case("huge", saved_offsets=[1 << 70, 0])
+piece_case("of one dimension", saved_offsets=[0])
+piece_case("text", saved_offsets="00")
+piece_case("none", saved_offsets=None)
+piece_case("of a larger tensor", shape=[128, 64])
+piece_case("of a smaller tensor", shape=[32, 64])
+piece_case("of a tensor without shape", shape=None)
+
+
+def file_case(name: str, change: Callable[[bytes], bytes]) -> None:
+    """Change the bytes of the file of a rank."""
+    CASES[f"file {name}"] = lambda f: rewrite(f, DATA, change((f / DATA).read_bytes()))
+
+
+file_case("empty", lambda data: b"")
+file_case("text", lambda data: b"hello")
+file_case("cut", lambda data: data[:-4])
+file_case("huge header", lambda data: b"\xff" * 8 + data[8:])
+file_case("header of no bytes", lambda data: bytes(8) + data[8:])
+file_case("deep header", lambda data: (200_000).to_bytes(8, "little") + b"[" * 200_000)
+file_case("deep dicts", lambda data: (600_000).to_bytes(8, "little") + b'{"a":1'[:5] * 120_000)
+
+
+def _second(folder: Path, change: Callable[[Any, Any, bytes], bytes]) -> None:
+    """Add the file of another rank."""
+    data = change(*parts_of((folder / DATA).read_bytes()))
+    fields = manifest_of(folder)
+    fields["files"]["rank-00001.safetensors"] = record_of(data)
+    (folder / "rank-00001.safetensors").write_bytes(data)
+    write_manifest(folder, fields)
+
+
+@case
+def two_files_with_the_same_rows(folder: Path) -> None:
+    def own(header: Any, about: Any, data: bytes) -> bytes:
+        start, stop = _places(header)
+        one = {"__metadata__": header["__metadata__"], WEIGHT: header[WEIGHT]}
+        one[WEIGHT]["data_offsets"] = [0, stop - start]
+        return joined(one, {WEIGHT: about[WEIGHT]}, data[start:stop])
+
+    _second(folder, own)
+
+
+@case
+def rows_that_another_file_says_it_has_of_another_shape(folder: Path) -> None:
+    def own(header: Any, about: Any, data: bytes) -> bytes:
+        start, stop = _places(header)
+        one = {"__metadata__": header["__metadata__"], WEIGHT: header[WEIGHT]}
+        one[WEIGHT]["data_offsets"] = [0, stop - start]
+        about = {WEIGHT: {"saved_offsets": [64, 0], "shape": [128, 64]}}
+        return joined(one, about, data[start:stop])
+
+    _second(folder, own)
+
+
+@case
+def rows_that_nobody_has(folder: Path) -> None:
+    header, about, data = parts_of((folder / DATA).read_bytes())
+    start, stop = _places(header)
+    cut = (stop - start) // 2
+    header[WEIGHT].update(shape=[32, 64], data_offsets=[start, stop - cut])
+    for name, entry in header.items():
+        if name[:2] != "__" and entry["data_offsets"][0] >= stop:
+            entry["data_offsets"] = [n - cut for n in entry["data_offsets"]]
+    rewrite(folder, DATA, joined(header, about, data[: stop - cut] + data[stop:]))
+
+
+@case
+def a_rank_without_its_files(folder: Path) -> None:
+    fields = manifest_of(folder)
+    fields["files"] = {OWN: fields["files"][OWN]}
+    write_manifest(folder, fields)
+
+
+# JSON
+
+
+def json_case(name: str, change: Callable[[Any], Any]) -> None:
+    """Change the JSON of a rank; `change` may return another."""
+
+    def act(folder: Path) -> None:
+        document = json.loads((folder / OWN).read_text())
+        rewrite(folder, OWN, json.dumps(change(document) or document).encode())
+
+    CASES[f"json {name}"] = act
+
+
+def text_case(name: str, text: bytes) -> None:
+    CASES[f"json {name}"] = lambda folder: rewrite(folder, OWN, text)
+
+
+def rank_state_case(name: str, **changes: Any) -> None:
+    json_case(name, lambda j: j["objects"]["rank.0"].update(changes))
+
+
+text_case("empty", b"")
+text_case("text", b"hello")
+text_case("list", b"[1]")
+text_case("no UTF-8", b"\xff\xfe{}")
+text_case("deep", b"[" * 100_000)
+text_case("a long number", b'{"objects": ' + b"9" * 10_000 + b"}")
+json_case("objects list", lambda j: j.update(objects=[1]))
+json_case("objects none", lambda j: j.update(objects=None))
+json_case("without the rank", lambda j: j["objects"].pop("rank.0") and None)
+json_case("rank list", lambda j: j["objects"].update({"rank.0": [1]}))
+json_case("rank number", lambda j: j["objects"].update({"rank.0": 5}))
+json_case("an object with a tensor's name", lambda j: j["objects"].update({WEIGHT: 5}))
+json_case("paths list", lambda j: j.update(paths=[1]))
+json_case("path of dicts", lambda j: j.update(paths={WEIGHT: ["model", {}]}))
+json_case("path number", lambda j: j.update(paths={WEIGHT: 5}))
+json_case("path of a huge number", lambda j: j.update(paths={WEIGHT: ["model", 10**9]}))
+json_case("alias of nothing", lambda j: j.update(aliases={"model.more": "model.nothing"}))
+json_case(
+    "alias of another alias", lambda j: j.update(aliases={"model.a": "model.b", "model.b": WEIGHT})
+)
+json_case("alias in place of a weight", lambda j: j.update(aliases={WEIGHT: "model.1.weight"}))
+json_case("alias number", lambda j: j.update(aliases={"model.a": 5}))
+json_case("aliases list", lambda j: j.update(aliases=["model.a"]))
+json_case("dtype of another size", lambda j: j.update(dtypes={WEIGHT: "complex128"}))
+json_case("dtype that is none", lambda j: j.update(dtypes={WEIGHT: "nn"}))
+json_case("dtype number", lambda j: j.update(dtypes={WEIGHT: 5}))
+rank_state_case("extra of an unknown type", extra={"!module": "os"})
+rank_state_case("extra of two types", extra={"!tuple": [], "!set": []})
+rank_state_case("extra of a type and a key", extra={"!tuple": [], "a": 1})
+rank_state_case("extra of a tensor that is not there", extra={"!tensor": "rank.0.999"})
+rank_state_case("extra of a tensor by number", extra={"!tensor": 5})
+rank_state_case("extra of a dtype that is a function", extra={"!dtype": "load"})
+rank_state_case("extra of no device", extra={"!device": "nowhere"})
+rank_state_case("extra of pairs that are none", extra={"!dict": [1]})
+rank_state_case("extra of keys that are lists", extra={"!dict": [[[1], 2]]})
+rank_state_case("extra of a set of lists", extra={"!set": [[1]]})
+rank_state_case("extra of a size of words", extra={"!Size": ["a"]})
+rank_state_case("extra of a number that is none", extra={"!float": "x"})
+rank_state_case("extra of bytes that are none", extra={"!bytes": "abc"})
+rank_state_case("random number", random=5)
+rank_state_case("random of another kind", random={"torch": 1})
+rank_state_case("modules that are none", modules=[5])
+rank_state_case("buffers list", buffers=[1])
+json_case("params number", lambda j: j["objects"].update({"optim.param_groups.0.params": [1, 2]}))
+json_case("params text", lambda j: j["objects"].update({"optim.param_groups.0.params": "x"}))
 
 
 # files
@@ -411,64 +471,14 @@ def manifest_is_a_folder(folder: Path) -> None:
 
 
 @case
-def metadata_is_a_pipe_without_manifest(folder: Path) -> None:
+@case
+def a_draft_without_its_manifest(folder: Path) -> None:
     (folder / "manifest.json").unlink()
-    (folder / META).unlink()
-    os.mkfifo(folder / META)
 
 
 @case
-def metadata_is_a_folder_without_manifest(folder: Path) -> None:
-    (folder / "manifest.json").unlink()
-    (folder / META).unlink()
-    (folder / META).mkdir()
-
-
-@case
-def a_piece_behind_the_last_block(folder: Path) -> None:
-    """A file of whole blocks with one checksum more, and pieces at its end."""
-    data = (folder / DATA).read_bytes()
-    data += bytes(-len(data) % BLOCK)
-    metadata = pickle.loads((folder / META).read_bytes())
-    metadata.storage_data = {
-        index: dataclasses.replace(info, offset=len(data), length=10)
-        for index, info in metadata.storage_data.items()
-    }
-    rewrite(folder, META, pickle.dumps(metadata))
-    rewrite(folder, DATA, data)
-    fields = manifest_of(folder)
-    fields["files"][DATA]["blocks"] += "00000000"
-    write_manifest(folder, fields)
-
-
-def _as_foreign(folder: Path, change: Callable[[Any], Any]) -> None:
-    """Without a manifest, as another library saves; with another place for every piece."""
-    (folder / "manifest.json").unlink()
-    metadata = pickle.loads((folder / META).read_bytes())
-    metadata.storage_meta.modules = []
-    metadata.storage_data = {i: change(s) for i, s in metadata.storage_data.items()}
-    (folder / META).write_bytes(pickle.dumps(metadata))
-
-
-@case
-def foreign_call(folder: Path) -> None:
-    data = _object(Boom(folder))
-    (folder / "evil").write_bytes(data)
-    place = {"relative_path": "evil", "offset": 0, "length": len(data)}
-    _as_foreign(folder, lambda info: dataclasses.replace(info, **place))
-
-
-@case
-def foreign_path_out(folder: Path) -> None:
-    shutil.copyfile(folder / DATA, folder.parent / "outside")
-    _as_foreign(folder, lambda info: dataclasses.replace(info, relative_path="../outside"))
-
-
-@case
-def foreign_data_is_a_pipe(folder: Path) -> None:
-    _as_foreign(folder, lambda info: info)
-    (folder / DATA).unlink()
-    os.mkfifo(folder / DATA)
+def manifest_of_format_1(folder: Path) -> None:
+    write_manifest(folder, {**manifest_of(folder), "format": 1})
 
 
 # safetensors

@@ -37,7 +37,7 @@ WARM = (
     "tests.sim.ranks",
     "tests.support.composed",
     "onefold.api",
-    "onefold.checkpoint.load",
+    "onefold.resume",
     "onefold.checkpoint.save",
     "torch._dynamo",
     "torch._refs",

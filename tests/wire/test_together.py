@@ -15,7 +15,7 @@ from torch import nn
 import onefold
 from onefold.checkpoint import contents, save, targets
 from onefold.checkpoint.checked_files import BlockWriter
-from onefold.checkpoint.storage import WritePlanner
+from onefold.checkpoint.rank_files import RankFiles
 from onefold.engine.registry import engine_of
 from onefold.errors import CheckpointError, ConfigError, OnefoldError, TierError, WireError
 from onefold.mixed import resharing
@@ -163,8 +163,8 @@ class Torn:
 
 STRETCHES = {
     "save: collect": (contents.Contents, "of", MemoryError),
-    "save: facts": (contents, "own_nbytes", ValueError),
-    "save: planner": (WritePlanner, "create_local_plan", OSError),
+    "save: facts": (contents, "fingerprints", ValueError),
+    "save: write": (RankFiles, "write", OSError),
     "save: files": (save.RankFiles, "finish", KeyboardInterrupt),
     "load: files": (targets.Targets, "read", RuntimeError),
     "load: names": (targets.Targets, "_compare_groups", KeyboardInterrupt),

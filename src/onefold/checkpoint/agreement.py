@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
+import torch
+
 from onefold.errors import CheckpointError, OnefoldError, listed
 from onefold.wire import together as agreed
 from onefold.wire.collectives import Group
@@ -14,6 +16,10 @@ Raised = TypeVar("Raised", bound=BaseException)
 LOAD_ANOTHER = "the disk or a copy has damaged it; load an earlier checkpoint"
 
 
+NOT_OF_BYTES = (OnefoldError, MemoryError, torch.OutOfMemoryError)
+"""Errors of reading that do not tell that bytes mean nothing: they stay as they are."""
+
+
 class Damaged(CheckpointError):
     """A file differs from the file that was saved. An earlier checkpoint may still load."""
 
@@ -21,6 +27,12 @@ class Damaged(CheckpointError):
 def damage(what: str, got: object, *, hint: str = LOAD_ANOTHER) -> Damaged:
     """Return the error of a file that differs from the file that was saved."""
     return Damaged(what, got, hint=hint)
+
+
+def as_damage(error: Exception, what: str) -> CheckpointError:
+    """Return the error of bytes that mean nothing, with the start of its message."""
+    got = f"{type(error).__name__}: {str(error)[:200]}" if str(error) else type(error).__name__
+    return CheckpointError(what, got, hint="it is damaged, or this is no checkpoint")
 
 
 def shape_mismatches(

@@ -7,7 +7,6 @@ that part alone.
 from __future__ import annotations
 
 import errno
-import io
 import os
 import stat
 import zlib
@@ -32,37 +31,32 @@ CACHED_BLOCKS = 2
 class FileRecord:
     """A file's size, and the CRC-32 of each of its blocks as 8 hex digits, one after the other.
 
-    `blocks` is empty where nobody recorded any: then nothing is verified.
+    `blocks` is empty where nobody recorded any: then nothing is verified. `head`: the bytes that
+    list what the file holds, and their own CRC-32, as in "1200:0a1b2c3d"; "" without such a list.
     """
 
     nbytes: int
     blocks: str
+    head: str = ""
 
 
-class BlockWriter(io.RawIOBase):
+class BlockWriter:
     """A new file that is written from front to back and computes its checksums on the way.
 
     It bypasses the page cache. With `is_cached`, `write` returns once the page cache has a copy.
     """
 
     def __init__(self, path: Path, *, is_cached: bool = False) -> None:
-        super().__init__()
         self.name = path.name
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         self._sink = CachedSink(fd) if is_cached else DirectSink(fd)
-        self.failure: OSError | None = None  # torch's archive writer raises another one instead
         self._small = bytearray()
         self._nbytes = 0  # without the bytes in `_small`
         self._crc = 0
         self._blocks: list[str] = []
+        self._head = ""
 
-    def writable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._nbytes + len(self._small)
-
-    def write(self, data: BytesLike, /) -> int:
+    def write(self, data: BytesLike) -> None:
         """Write all of `data`. Small pieces, such as headers, are collected first."""
         view = memoryview(data).cast("B")
         if len(view) < SMALL_NBYTES:
@@ -71,7 +65,11 @@ class BlockWriter(io.RawIOBase):
             self._write_small()
         if len(view) >= SMALL_NBYTES:
             self._write(view)
-        return len(view)
+
+    def write_head(self, head: bytes) -> None:
+        """Write the first bytes, which get a checksum of their own, too."""
+        self._head = f"{len(head)}:{zlib.crc32(head):08x}"
+        self.write(head)
 
     def _write_small(self) -> None:
         small, self._small = self._small, bytearray()
@@ -84,11 +82,7 @@ class BlockWriter(io.RawIOBase):
             room = BLOCK_NBYTES - self._nbytes % BLOCK_NBYTES
             piece = view[start : start + room]
             self._crc = zlib.crc32(piece, self._crc)
-            try:
-                self._sink.write(piece)
-            except OSError as error:
-                self.failure = error
-                raise
+            self._sink.write(piece)
             self._nbytes += len(piece)
             start += len(piece)
             if self._nbytes % BLOCK_NBYTES == 0:
@@ -107,7 +101,7 @@ class BlockWriter(io.RawIOBase):
             self._sink.finish()
         finally:
             self._sink.close()
-        return FileRecord(self._nbytes, "".join(self._blocks))
+        return FileRecord(self._nbytes, "".join(self._blocks), self._head)
 
     def abandon(self) -> None:
         """Close the file without waiting for the disk."""
@@ -157,6 +151,16 @@ class BlockReader:
             piece = min(self._length(index) - skip, len(view) - done)
             view[done : done + piece] = self._verified(index)[skip : skip + piece]
             done += piece
+
+    def read_head(self) -> bytes:
+        """Return the bytes that `write_head` wrote, without the rest of their block."""
+        length, _, crc = self._record.head.partition(":")
+        if not 0 < int(length) <= self.nbytes:
+            raise ValueError(f"a header of {length} bytes in a file of {self.nbytes}")
+        head = os.pread(self._fd, int(length), 0)
+        if f"{zlib.crc32(head):08x}" != crc:
+            raise damage(f"{_in_checkpoint(self._path)} as it was saved", "another header")
+        return head
 
     def verify(self) -> None:
         """Read every block once."""

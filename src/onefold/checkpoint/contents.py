@@ -15,15 +15,13 @@ The names of `model` and `optim` are those of `torch.distributed.checkpoint.stat
 
 from __future__ import annotations
 
-import io
 import json
 import random
 import sys
 import zlib
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from copy import copy
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -31,23 +29,27 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_iter
 
-from onefold.checkpoint.archives import bytes_of
-from onefold.checkpoint.metadata import COMPANION, GRAD, MASTER, MODEL, OPTIM, PARTIAL, RANK
+from onefold.checkpoint.held import (
+    Held,
+    OwnTensors,
+    held_groups,
+    named_groups,
+    own_state_of,
+    plain,
+    state_held_by,
+)
+from onefold.checkpoint.listing import (
+    GRAD,
+    MASTER,
+    MODEL,
+    PARTIAL,
+    Extents,
+)
+from onefold.checkpoint.safetensors import bytes_of
 from onefold.checkpoint.stages import RankNames, ShardedModel, join_names
-from onefold.checkpoint.typed_keys import as_words
-from onefold.checkpoint.unpickling import NOT_OF_BYTES, read_object
 from onefold.engine.engine import Engine
-from onefold.engine.optimizer_state import common_state
-from onefold.engine.own_state import added_state, shared_groups, unsavable
 from onefold.errors import CheckpointError
 from onefold.tier import accelerator
-
-
-def own_nbytes(state: object) -> int:
-    """Return the bytes of this rank's tensors in a nested state."""
-    tensors = (tensor for tensor in tree_iter(state) if isinstance(tensor, Tensor))
-    own = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors)
-    return sum(tensor.nbytes for tensor in own)
 
 
 def config_of(module: nn.Module) -> dict[str, Any] | None:
@@ -73,66 +75,42 @@ def fingerprints(buffers: dict[str, Tensor]) -> dict[str, int]:
     }
 
 
-def check_readable(state: object, name: str = "") -> None:
-    """Raise `CheckpointError` for a value that could not be read again without running code."""
-    if isinstance(state, Tensor | str | int | float | bool | None):
-        return
-    if isinstance(state, dict):
-        for key, value in state.items():
-            check_readable(value, f"{name}.{key}".lstrip("."))
-        return
-    written = io.BytesIO()
-    try:
-        torch.save(state, written)
-    except NOT_OF_BYTES:
-        raise
-    except Exception as error:
-        wanted = f"{name!r} to hold values that can be saved"
-        hint = "pass tensors, numbers, strings, lists, dicts, or objects with state_dict()"
-        raise CheckpointError(wanted, f"{type(error).__name__}: {error}", hint=hint) from error
-    read_object(written.getvalue(), name)
-
-
-def plain(value: object) -> Any:
-    """Return `value` with `state_dict()` in place of objects that have one; numbers as Python's."""
-    if isinstance(value, Enum) and isinstance(value, int | str):
-        return value.value
-    if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
-        return value.item()  # type: ignore[attr-defined]
-    if isinstance(value, dict):
-        same = copy(value)  # a Counter, OrderedDict ...: it comes back, or is refused
-        dict.update(same, {key: plain(item) for key, item in value.items()})
-        return same
-    if type(value) in (list, tuple):
-        return type(value)(plain(item) for item in value)  # type: ignore[call-arg]
-    state_dict = None if isinstance(value, type) else getattr(value, "state_dict", None)
-    return plain(state_dict()) if callable(state_dict) else value
-
-
 def random_states(engine: Engine) -> dict[str, Any]:
     """Return the states of the generators that dropout, shuffling and augmentation draw from."""
-    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    version, words, gauss = random.getstate()
+    states: dict[str, Any] = {"torch": torch.get_rng_state()}
+    states["python"] = (version, torch.tensor(words, dtype=torch.int64), gauss)
     device = engine.context.store.device
     if device.type != "cpu":
         states[device.type] = accelerator.rng_state(device)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kind, keys, *rest = numpy.random.get_state()
-        states["numpy"] = (kind, keys.tolist(), *rest)
+        states["numpy"] = (kind, torch.tensor(keys.tolist()), *rest)
     return states
 
 
 def restore_random_states(engine: Engine, states: dict[str, Any]) -> None:
     """Set the generators to the states that `random_states` returned."""
     torch.set_rng_state(states["torch"])
-    version, inner, gauss = states["python"]
-    random.setstate((version, tuple(inner), gauss))
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(_numbers(words)), gauss))
     device = engine.context.store.device
     if device.type != "cpu" and device.type in states:
         accelerator.set_rng_state(states[device.type], device)
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in states:
-        numpy.random.set_state(tuple(states["numpy"]))
+        kind, keys, *rest = states["numpy"]
+        numpy.random.set_state((kind, _numbers(keys), *rest))
+
+
+def _numbers(words: Any) -> list[int]:
+    """Return the words of a generator: of format 1 they are a list, else a tensor."""
+    return words.tolist() if isinstance(words, Tensor) else words
+
+
+Claims = dict[tuple[str, Extents], int]
+"""What a rank could write as well as others: names and offsets, with bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,21 +121,24 @@ class Facts:
     save_id: str
     buffers: dict[str, int]  # checksums
     nbytes: int
+    claims: Claims
     groups: list[dict[str, Any]]  # of the parts of one optimizer, where stages have parts
     names: RankNames
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """All that this rank saves: views of its tensors, nested as torch's planner takes them.
+    """All that this rank holds, as views of its tensors, before ranks agree who writes what.
 
-    `aliases`: other names of tied weights on all ranks, each with the one that is saved.
+    `own`: the state of this rank alone, as JSON. `groups`: param groups, with names.
     """
 
-    state: dict[str, Any]
+    rank: int
+    held: list[Held]
+    own: dict[str, Any]
+    groups: list[dict[str, Any]]
     buffers: dict[str, Tensor]
     names: RankNames
-    aliases: dict[str, str] = field(default_factory=dict)
 
     @staticmethod
     def of(models: Sequence[ShardedModel], extra: Any) -> Contents:
@@ -171,84 +152,90 @@ class Contents:
         )
         first = models[0]
         is_stage = first.number is not None
-        states = [_state_of(model.without_copies() if is_stage else model) for model in models]
-        state = _merged(states) if is_stage else states[0]
-        check_readable(state)
+        inside = OwnTensors(first.rank)
+        saved = [model.without_copies() if is_stage else model for model in models]
+        held = [held for model in saved for held in state_held_by(model, inside)]
+        if is_stage:
+            _check_stages(held)
+        groups = merge_groups([named_groups(model) for model in saved])
+        own_groups = held_groups(groups, inside)
+        held += [] if is_stage else own_groups  # those of stages are joined first
         own_extra = plain(extra)
         if any(isinstance(value, DTensor) for value in tree_iter(own_extra)):
             got = "a shard of a tensor (DTensor)"
             hint = "averages of onefold.ema are saved with the module; full_tensor() makes a "
             hint += "plain tensor of another shard"
             raise CheckpointError("extra to hold values of this rank alone", got, hint=hint)
-        own = {"extra": own_extra, "random": random_states(first.engine), "buffers": {}}
-        own["modules"] = [_rank_state(model) for model in models]
-        try:
-            check_readable((own,), "extra")  # a tuple is checked as one object
-        except CheckpointError as error:
-            other = unsavable(own_extra, "extra")
-            if other:
-                hint = "pass tensors, numbers, strings, lists, dicts, or objects with state_dict()"
-                raise CheckpointError("`extra` of plain values", other, hint=hint) from error
-            raise
-        state[RANK] = {str(first.rank): (own,)}  # and torch's planner takes it as one
+        own: dict[str, Any] = {"extra": inside.encoded(own_extra, "extra")}
+        states: dict[str, Any] = {"random": random_states(first.engine)}
+        states["modules"] = [own_state_of(model) for model in models]
+        own |= {key: inside.encoded(state, key) for key, state in states.items()}
         buffers = {name: b for model in models for name, b in model.buffers().items()}
-        return Contents(state, buffers, names)
+        return Contents(first.rank, [*held, *inside.held], own, groups, buffers, names)
 
     def facts(self, choices: tuple[object, ...], save_id: str, *, is_pipeline: bool) -> Facts:
         """Return what this rank's contents are compared by."""
-        nbytes = own_nbytes({kind: of for kind, of in self.state.items() if kind != RANK})
-        groups = self.state.get(OPTIM, {}).get("param_groups", []) if is_pipeline else []
-        return Facts(choices, save_id, fingerprints(self.buffers), nbytes, groups, self.names)
+        nbytes = sum(held.nbytes for held in self.held if held.writes)
+        claims = {held.key: held.nbytes for held in self.held if held.writes is None}
+        groups = self.groups if is_pipeline else []
+        prints = fingerprints(self.buffers)
+        return Facts(choices, save_id, prints, nbytes, claims, groups, self.names)
 
-    def agreed(self, everyone: Sequence[Facts], *, is_pipeline: bool) -> Contents:
-        """Return these contents with this rank's buffers, where ranks have different ones.
+    def agreed(self, everyone: Sequence[Facts], *, is_pipeline: bool) -> RankState:
+        """Return what this rank writes.
 
-        Param groups of a pipeline hold the parameters of all stages.
+        These are its buffers, too, where ranks have different ones. Param groups of a pipeline hold
+        the parameters of all stages.
         """
         prints = [facts.buffers for facts in everyone]
-        ((rank, (own,)),) = self.state[RANK].items()
+        inside = OwnTensors(self.rank, len(self.held))
         differing = {
             name: buffer
             for name, buffer in self.buffers.items()
             if len({of_rank[name] for of_rank in prints if name in of_rank}) > 1
         }
-        state = self.state | {RANK: {rank: ({**own, "buffers": differing},)}}
-        if is_pipeline and OPTIM in state:
-            groups = merge_groups([facts.groups for facts in everyone])
-            state[OPTIM] = {**state[OPTIM], "param_groups": groups}
-        aliases = join_names(facts.names for facts in everyone)
-        aliases = {f"{MODEL}.{alias}": f"{MODEL}.{name}" for alias, name in aliases.items()}
-        return replace(self, state=state, aliases=aliases)
+        own = {**self.own, "buffers": inside.encoded(differing, "buffers")}
+        dealt = _dealt(everyone, self.rank)
+        written = [h for h in self.held if h.writes or (h.writes is None and h.key in dealt)]
+        aliases: dict[str, str] = {}
+        if self.rank == 0:
+            if is_pipeline:
+                written += held_groups(merge_groups([f.groups for f in everyone]), inside)
+            joined = join_names(facts.names for facts in everyone)
+            aliases = {f"{MODEL}.{alias}": f"{MODEL}.{name}" for alias, name in joined.items()}
+        return RankState(self.rank, [*written, *inside.held], own, aliases)
 
 
-def _merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the state of all modules of a rank as one; param groups are those of `merge_groups`.
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """What one rank writes. `aliases`: other names of tied weights, each with the saved one."""
 
-    Raises `CheckpointError` for a name in two modules, and for gradients between micro-batches.
-    """
-    whole: dict[str, Any] = {}
-    for state in states:
-        if GRAD in state or PARTIAL in state:
-            got = "gradients that no optimizer has stepped"
-            hint = "call optimizer.step() and zero_grad() first"
-            raise CheckpointError("a pipeline that is saved between steps", got, hint=hint)
-        for kind in (MODEL, MASTER):
-            own, new = whole.setdefault(kind, {}), state.get(kind, {})
-            twice = own.keys() & new.keys()
-            if twice:
-                hint = "give each stage the names of the whole model, such as blocks.7.weight"
-                raise CheckpointError(
-                    "names that differ", f"{min(twice)!r} in two stages", hint=hint
-                )
-            own.update(new)
-        for key, rows in state.get(COMPANION, {}).items():
-            whole.setdefault(COMPANION, {}).setdefault(key, {}).update(rows)
-        if OPTIM in state:
-            optim = whole.setdefault(OPTIM, {"state": {}, "param_groups": []})
-            optim["state"] |= state[OPTIM]["state"]
-            groups = [optim["param_groups"], state[OPTIM]["param_groups"]]
-            optim["param_groups"] = merge_groups(groups)
-    return {kind: entries for kind, entries in whole.items() if entries}
+    rank: int
+    held: list[Held]
+    own: dict[str, Any]
+    aliases: dict[str, str]
+
+
+def _dealt(everyone: Sequence[Facts], rank: int) -> set[tuple[str, Extents]]:
+    """Return what a rank writes of all that several ranks hold: they take turns."""
+    holders = defaultdict[tuple[str, Extents], list[int]](list)
+    for number, facts in enumerate(everyone):
+        for key in facts.claims:
+            holders[key].append(number)
+    return {key for turn, (key, of) in enumerate(holders.items()) if of[turn % len(of)] == rank}
+
+
+def _check_stages(held: Sequence[Held]) -> None:
+    """Raise `CheckpointError` for a name in two modules, and for gradients of micro-batches."""
+    if any(each.path[0] in (GRAD, PARTIAL) for each in held):
+        got = "gradients that no optimizer has stepped"
+        hint = "call optimizer.step() and zero_grad() first"
+        raise CheckpointError("a pipeline that is saved between steps", got, hint=hint)
+    names = Counter(each.path for each in held if each.path[0] in (MODEL, MASTER))
+    twice = min((path[1] for path, count in names.items() if count > 1), default=None)
+    if twice is not None:
+        hint = "give each stage the names of the whole model, such as blocks.7.weight"
+        raise CheckpointError("names that differ", f"{twice!r} in two stages", hint=hint)
 
 
 def merge_groups(of_stages: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -261,73 +248,3 @@ def merge_groups(of_stages: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str
             own = cast("list[str]", joined[index]["params"])
             own += [name for name in group["params"] if name not in own]
     return joined
-
-
-def _state_of(model: ShardedModel) -> dict[str, Any]:
-    """Return this rank's part of the shared state, as views, nested as torch's state dicts are.
-
-    Every rank returns tensors that all ranks hold (stage 0, scalars); torch's planner lets one rank
-    write each.
-    """
-    weights: dict[str, Any] = {}
-    master: dict[str, Any] = {}
-    for parameter in model.parameters():
-        weights[parameter.fqn] = parameter.wrap(parameter.local.detach())
-        if parameter.unit.master is not None:
-            master[parameter.fqn] = parameter.wrap(parameter.stepped)
-    notes = model.notes()
-    if model.is_first:
-        weights |= model.buffers() | notes
-        weights |= {name: part.get_extra_state() for name, part in model.extra_states().items()}
-    saved: dict[str, Any] = {MODEL: weights}
-    if master:
-        saved[MASTER] = master
-    if model.optimizers:
-        state = {
-            parameter.fqn: _worded(entry, model, f"the state of {parameter.fqn!r}")
-            for optimizer in model.optimizers
-            for parameter in model.stepped_by(optimizer)
-            if parameter.fqn not in model.left_out
-            if (entry := optimizer.state.get(parameter.sharded))
-        }
-        groups = [group for optimizer in model.optimizers for group in shared_groups(optimizer)]
-        saved[OPTIM] = {"state": state, "param_groups": [_named(group, model) for group in groups]}
-    for unit in model.engine.units:
-        means, partial = unit.gradient.accumulated()
-        for parameter, mean in means.items():
-            saved.setdefault(GRAD, {})[parameter.fqn] = parameter.wrap(mean)
-        for parameter, grad in partial.items():
-            own = saved.setdefault(PARTIAL, {}).setdefault(str(model.rank), {})
-            own[parameter.fqn] = grad
-    for key, rows in model.companion_rows().items():
-        saved.setdefault(COMPANION, {})[key] = {p.fqn: p.wrap(own) for p, own in rows}
-    return saved
-
-
-def _named(group: dict[str, Any], model: ShardedModel) -> dict[str, Any]:
-    """Return a param group with names in place of parameters."""
-    names = [model.parameter(tensor).fqn for tensor in group["params"]]
-    names = [name for name in names if name not in model.left_out]
-    choices = {key: value for key, value in group.items() if key != "params"}
-    return {**_worded(choices, model, "a param group"), "params": names}
-
-
-def _worded(state: dict[Any, Any], model: ShardedModel, where: str) -> dict[str, Any]:
-    """Return a state of plain values under keys that are words."""
-    words: dict[str, Any] = as_words(plain(state), model.name_of, where)
-    return words
-
-
-def _rank_state(model: ShardedModel) -> dict[str, Any]:
-    """Return the state of this rank alone: that of no parameter, and that of companions."""
-    companions = model.engine.companions.alive().items()
-    own = [plain(added_state(optimizer)) for optimizer in model.optimizers]
-    if any(isinstance(value, DTensor) for value in tree_iter(own)):
-        wanted = "numbers and tensors of its own in an optimizer's state_dict()"
-        hint = "keep tensors like a parameter in optimizer.state[parameter]"
-        raise CheckpointError(wanted, "a shard of a parameter (DTensor)", hint=hint)
-    return {
-        "own": own,
-        "common": [_worded(common_state(o.state), model, "its state") for o in model.optimizers],
-        "companions": {key: plain(companion.rank_state()) for key, companion in companions},
-    }

@@ -4,8 +4,8 @@ runs/step-00000010            complete: a checkpoint gets its name last
 runs/.step-00000020.writing   a save in progress, or one that was killed; never loaded
 runs/.step-00000005.deleting  an old checkpoint that is being deleted
 
-Names, shapes and pieces are in `.metadata`, which `torch.distributed.checkpoint` reads. The
-`manifest.json` adds sizes and checksums, the step, the world size and the optimizers' classes.
+Ranks write their own files (see listing.py). The `manifest.json` has the size and the checksums of
+each, the step, the world size and the optimizers' classes.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ import os
 import shutil
 import time
 import zlib
-from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from onefold.checkpoint.agreement import LOAD_ANOTHER
-from onefold.checkpoint.checked_files import BLOCK_NBYTES, FileRecord, check_size, nbytes_of
-from onefold.checkpoint.unpickling import NOT_OF_BYTES
-from onefold.errors import CheckpointError
+import torch
 
-METADATA = ".metadata"
-"""The file by which `torch.distributed.checkpoint` recognises a checkpoint."""
+from onefold.checkpoint.agreement import LOAD_ANOTHER, NOT_OF_BYTES
+from onefold.checkpoint.checked_files import BLOCK_NBYTES, FileRecord, check_size, nbytes_of
+from onefold.checkpoint.listing import PeerFormat
+from onefold.checkpoint.safetensors import RANK_STEM, SUFFIX
+from onefold.errors import CheckpointError
 
 
 @dataclass(slots=True)
@@ -111,48 +112,38 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A checkpoint, and why newer folders beside it were not taken."""
+    """A checkpoint, and why newer folders beside it were not taken.
+
+    `manifest`: None of another program, so nothing can be verified. `peer`: the format of another
+    program, or an earlier one of ours; None: format 2.
+    """
 
     path: Path
-    manifest: Manifest | None  # None: written by another library, so nothing can be verified
+    manifest: Manifest | None
+    peer: PeerFormat | None = None
     passed_over: list[str] = field(default_factory=list)  # "NAME: why", newest first
 
 
-def find(directory: Path) -> list[Found]:
+Peers = Sequence[PeerFormat]
+"""Formats of other programs that are looked for, in order."""
+
+
+def find(directory: Path, peers: Peers = ()) -> list[Found]:
     """Return `directory` if it is a checkpoint, else the complete ones in it, newest first.
 
     Raises `CheckpointError` if there is none, with the folders found and why they do not do.
     """
     if not directory.exists():
         raise _none(directory, "nothing there")
-    if _is_checkpoint(directory):
-        return [Found(directory, _complete(directory))]
-    complete, broken = look_in(directory)
+    if _is_checkpoint(directory, peers):
+        return [_complete(directory, peers)]
+    complete, broken = look_in(directory, peers)
     if not complete:
         raise _none(directory, "; ".join(broken) or "no checkpoint in it")
     return complete
 
 
-def latest(directory: str | os.PathLike[str]) -> Path | None:
-    """Return the newest complete checkpoint of a directory; None if there is none.
-
-    Not a collective. It reads manifests and sizes of files, and no tensor.
-
-    Args:
-        directory: a directory of checkpoints, or a checkpoint. It need not exist.
-
-    Raises:
-        CheckpointError: a file of that name, or a directory that cannot be read.
-
-    Example:
-        >>> path = onefold.latest("runs")
-        >>> step = onefold.load(path, model, optimizer)["step"] if path else 0
-    """
-    complete, _ = look_in(Path(os.path.abspath(directory)))
-    return complete[0].path if complete else None
-
-
-def look_in(directory: Path) -> tuple[list[Found], list[str]]:
+def look_in(directory: Path, peers: Peers) -> tuple[list[Found], list[str]]:
     """Return complete checkpoints, newest first, and "NAME: why" of what is none.
 
     `directory` may be a checkpoint itself, or missing. Raises `CheckpointError` for a file.
@@ -161,19 +152,28 @@ def look_in(directory: Path) -> tuple[list[Found], list[str]]:
         return [], []
     if not directory.is_dir():
         raise _none(directory, "a file")
-    if not _is_checkpoint(directory):
-        return _checkpoints_in(directory)
+    if not _is_checkpoint(directory, peers):
+        return _checkpoints_in(directory, peers)
     try:
-        return [Found(directory, _complete(directory))], []
+        return [_complete(directory, peers)], []
     except CheckpointError as error:
         return [], [f"{directory.name}: {str(error).splitlines()[0]}"]
 
 
-def _is_checkpoint(directory: Path) -> bool:
-    return any((directory / name).exists() for name in (MANIFEST, METADATA))
+def _is_checkpoint(directory: Path, peers: Peers) -> bool:
+    is_ours = (directory / MANIFEST).exists() or _has_rank_files(directory)
+    return is_ours or _peer_of(directory, peers) is not None
 
 
-def _checkpoints_in(directory: Path) -> tuple[list[Found], list[str]]:
+def _has_rank_files(folder: Path) -> bool:
+    return any(folder.glob(f"{RANK_STEM}*{SUFFIX}"))
+
+
+def _peer_of(folder: Path, peers: Peers) -> PeerFormat | None:
+    return next((peer for peer in peers if peer.is_format_of(folder)), None)
+
+
+def _checkpoints_in(directory: Path, peers: Peers) -> tuple[list[Found], list[str]]:
     """Return complete checkpoints, newest first, and "NAME: why" of the other folders."""
     complete: list[tuple[int, str, Found]] = []
     broken: list[str] = []
@@ -181,33 +181,35 @@ def _checkpoints_in(directory: Path) -> tuple[list[Found], list[str]]:
         if path.name.startswith(".") or not path.is_dir():
             continue
         try:
-            manifest = _complete(path)
+            found = _complete(path, peers)
         except (CheckpointError, OSError) as error:
             broken.append(f"{path.name}: {str(error).splitlines()[0]}")
         else:
+            manifest = found.manifest
             if manifest is None:
                 broken.append(f"{path.name}: no {MANIFEST}, so it cannot be verified")
             else:
-                checkpoint = Found(path, manifest, broken)
+                checkpoint = replace(found, passed_over=broken)
                 complete.append((manifest.step, manifest.saved_at, checkpoint))
     complete.sort(key=lambda entry: entry[:2], reverse=True)
     return [checkpoint for _, _, checkpoint in complete], broken
 
 
-def _complete(folder: Path) -> Manifest | None:
-    """Return the manifest of a complete checkpoint; None for one of another library.
+def _complete(folder: Path, peers: Peers) -> Found:
+    """Return a complete checkpoint, with its manifest unless another program has written it.
 
     Raises `CheckpointError` if a file is missing or short. Contents are verified when read.
     """
+    peer = _peer_of(folder, peers)
     if not (folder / MANIFEST).exists():
-        if (folder / METADATA).exists():
-            return None
-        if not any(folder.glob("*.distcp")):
+        if peer is not None:
+            return Found(folder, None, peer)
+        if not _has_rank_files(folder):
             raise _none(folder, "no checkpoint in it")
     manifest = read_manifest(folder)
     for name, record in manifest.files.items():
         check_size(folder / name, record)
-    return manifest
+    return Found(folder, manifest, peer if manifest.format < FORMAT else None)
 
 
 def prune(newest: Path, keep: int) -> None:
@@ -219,7 +221,7 @@ def prune(newest: Path, keep: int) -> None:
     for path in newest.parent.iterdir():
         if path.name.startswith(".") and path.suffix in (".writing", ".deleting"):
             _remove_unlocked(path)
-    complete, _ = _checkpoints_in(newest.parent)
+    complete, _ = _checkpoints_in(newest.parent, ())
     paths = [checkpoint.path for checkpoint in complete]
     others = [path for path in paths if path != newest and not path.is_symlink()]
     for path in reversed(others[keep - 1 :]):  # the oldest first
@@ -260,7 +262,7 @@ def _none(directory: Path, got: str) -> CheckpointError:
 
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,13 +281,7 @@ def _now() -> str:
 
 
 def _versions() -> dict[str, str]:
-    versions = {}
-    for package in ("onefold", "torch"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:  # a source tree that was not installed
-            versions[package] = "unknown"
-    return versions
+    return {"onefold": str(import_module("onefold").__version__), "torch": str(torch.__version__)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_iter
 
 from onefold.checkpoint.agreement import Damaged, collect, together
 from onefold.checkpoint.contents import restore_random_states
-from onefold.checkpoint.directory import Found, find, look_in
+from onefold.checkpoint.directory import Found, Peers, find, look_in
 from onefold.checkpoint.save import finish_pending
 from onefold.checkpoint.source import Source, open_source, spread_ties, unstack
 from onefold.checkpoint.stages import Modules, Optimizers, ShardedModel, Stages
@@ -29,39 +29,16 @@ from onefold.wire.collectives import Group
 from onefold.wire.together import announcing, difference
 
 
-def load(
-    directory: str | os.PathLike[str], module: Modules, optimizer: Optimizers = None,
-    *, missing_ok: bool = False,
+def load_checkpoint(
+    directory: str | os.PathLike[str], module: Modules, optimizer: Optimizers, peers: Peers,
+    *, missing_ok: bool,
 ) -> Any:  # fmt: skip
-    """Load a checkpoint into a sharded module, and its optimizer, in place. A collective.
-
-    World size, stage, precision and units may differ from those of the save: every rank reads its
-    own rows of every parameter, and nothing else. At the same world size the run goes on bit for
-    bit. A rank gets the random states of the saved rank of the same number, if there was one.
-
-    Args:
-        directory: a checkpoint, or a directory of checkpoints, whose newest complete one is loaded;
-            a warning lists the others that were passed over, and why. Checkpoints that
-            `torch.distributed.checkpoint` has written load too, but cannot be verified.
-        module: the module that was given to `onefold.shard`; of a pipeline as in `onefold.save`.
-            The checkpoint may have been saved with or without one.
-        optimizer: as it was given to `onefold.save`; None loads the weights alone.
-        missing_ok: return {} and change nothing where `directory` holds no complete checkpoint: it
-            does not exist, is empty, or the first save was killed. A warning lists the folders
-            that are no complete checkpoints, and why.
-
-    Returns: the `extra` that the rank of the same number saved (of rank r modulo the saved world).
-
-    Raises: CheckpointError, on every rank, with the file or the parameter: nothing to load, another
-        model or optimizer, a newer format, damaged files. Nothing is changed before tensors are
-        read. If tensors are damaged, older checkpoints of the directory are tried; without one the
-        module holds a mixture of old and new values, and must not be trained.
-    """
+    """See `onefold.load`. `peers`: formats of other programs that are recognised."""
     stages = Stages.of(module)
     with announcing(stages.data_ranks, CheckpointError):
         finish_pending(stages)
         models = together(stages.group, lambda: stages.models(optimizer))
-        loading = _Loading(stages.group, models, _names_of(stages, models))
+        loading = _Loading(stages.group, models, _names_of(stages, models), peers)
         return _load_newest(loading, directory, missing_ok=missing_ok)
 
 
@@ -72,6 +49,7 @@ class _Loading:
     group: Group
     models: Sequence[ShardedModel]
     elsewhere: frozenset[str]
+    peers: Peers
 
 
 def _names_of(stages: Stages, models: Sequence[ShardedModel]) -> frozenset[str]:
@@ -91,12 +69,12 @@ def _load_newest(loading: _Loading, directory: str | os.PathLike[str], *, missin
         path = os.path.abspath(directory)
         asked = [path, f"missing_ok={missing_ok}"]
         if is_first and missing_ok:
-            return asked, *look_in(Path(path))
-        return asked, find(Path(path)) if is_first else [], []
+            return asked, *look_in(Path(path), loading.peers)
+        return asked, find(Path(path), loading.peers) if is_first else [], []
 
     _, candidates, broken = collect(group, look, _differing_directory)[0]
     if broken and is_first and not candidates:
-        warnings.warn(f"nothing loaded, passed over {'; '.join(broken)}", stacklevel=3)
+        warnings.warn(f"nothing loaded, passed over {'; '.join(broken)}", stacklevel=4)
     if not candidates:
         return {}
     passed_over = list(candidates[0].passed_over)
@@ -113,7 +91,7 @@ def _load_newest(loading: _Loading, directory: str | os.PathLike[str], *, missin
             continue
         if passed_over and is_first:
             others = "; ".join(passed_over)
-            warnings.warn(f"loaded {checkpoint.path.name}, passed over {others}", stacklevel=3)
+            warnings.warn(f"loaded {checkpoint.path.name}, passed over {others}", stacklevel=4)
         return extra
     raise AssertionError("there is at least one candidate, and the last returns or raises")
 

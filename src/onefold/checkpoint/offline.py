@@ -11,24 +11,26 @@ from typing import Any
 import torch
 
 from onefold.checkpoint import safetensors
-from onefold.checkpoint.agreement import as_checkpoint_error, damage
-from onefold.checkpoint.archives import bytes_of, elements_of, strides_of
+from onefold.checkpoint.agreement import as_checkpoint_error
 from onefold.checkpoint.checked_files import BlockReader
-from onefold.checkpoint.directory import Draft, Found, find
-from onefold.checkpoint.metadata import (
+from onefold.checkpoint.directory import Draft, Found, Manifest, Peers, find
+from onefold.checkpoint.listing import (
     COMPANION,
     GRAD,
     MASTER,
     MODEL,
     OPTIM,
     PARTIAL,
+    RANK,
     Keys,
     Piece,
+    PieceFile,
     SavedTensor,
+    Wanted,
 )
 from onefold.checkpoint.packed_weights import is_offset, packed_among
 from onefold.checkpoint.pretrained import begin, write_small_files
-from onefold.checkpoint.source import Source, first_names, open_source
+from onefold.checkpoint.source import Source, open_source
 from onefold.errors import CheckpointError
 from onefold.layout.cut import spans_of
 
@@ -38,17 +40,18 @@ PART_NBYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The checkpoint that was exported, and the files that were written."""
+    """The checkpoint that was exported, and the files that were written, with their bytes."""
 
     source: Path
     step: int
-    outputs: list[safetensors.Output]
+    files: dict[str, int]
     num_tensors: int
 
 
 def export(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
+    peers: Peers = (),
     *,
     dtype: torch.dtype | None = None,
     max_shard_nbytes: int = safetensors.MAX_SHARD_NBYTES,
@@ -61,12 +64,8 @@ def export(
 
     Raises: CheckpointError: nothing to export, damage, a target that exists, a full disk.
     """
-    saved = _open(Path(source))
-    if saved.manifest is None:
-        wanted = f"a checkpoint of onefold.save at {str(saved.path)!r}"
-        hint = "torch.distributed.checkpoint.format_utils.dcp_to_torch_save converts others"
-        raise CheckpointError(wanted, "one without manifest.json", hint=hint)
-    weights = dict(_weights(saved, dtype))
+    saved, manifest = open_verified(Path(source), peers)
+    weights = dict(weights_of(saved, dtype))
     outputs = safetensors.plan_outputs(weights.values(), max_shard_nbytes)
     draft = Draft(Path(os.path.abspath(target)))
     draft.check()
@@ -75,38 +74,51 @@ def export(
         with safetensors.OffsetWriter(draft.folder, outputs) as writer:
             for name, pieces in groupby(_pieces(saved, weights), lambda entry: entry[1].place.file):
                 own = list(pieces)
-                with saved.reader(name, [piece.place.range for _, piece in own]) as reader:
+                wanted = [_all_of(piece, saved.tensors[fqn].dtype) for fqn, piece in own]
+                with saved.store.open_file(name, wanted) as file:
                     for fqn, piece in own:
-                        _copy_piece(reader, piece, saved.tensors[fqn], weights[fqn], writer)
+                        _copy_piece(file, piece, saved.tensors[fqn], weights[fqn], writer)
             writer.finish()
-        write_small_files(draft.folder, outputs, saved.manifest.config)
+        write_small_files(draft.folder, outputs, manifest.config)
         draft.publish()
     except (OSError, CheckpointError) as error:
         draft.abandon()
         raise as_checkpoint_error(error) from error
-    return Exported(saved.path, saved.manifest.step, outputs, len(weights))
+    files = {output.name: output.nbytes for output in outputs}
+    return Exported(saved.path, manifest.step, files, len(weights))
 
 
-def _open(directory: Path) -> Source:
-    """Open the checkpoint `directory`, or the newest complete one in it."""
+def open_verified(directory: Path, peers: Peers) -> tuple[Source, Manifest]:
+    """Open the checkpoint `directory`, or the newest complete one in it, to export it.
+
+    Raises `CheckpointError` for one of another program, which has no manifest.
+    """
+    saved = _opened(directory, peers)
+    if saved.manifest is None:
+        wanted = f"a checkpoint of onefold.save at {str(saved.path)!r}"
+        hint = "torch.distributed.checkpoint.format_utils.dcp_to_torch_save converts others"
+        raise CheckpointError(wanted, "one without manifest.json", hint=hint)
+    return saved, saved.manifest
+
+
+def _opened(directory: Path, peers: Peers) -> Source:
     try:
-        return open_source(find(Path(os.path.abspath(directory)))[0])
+        return open_source(find(Path(os.path.abspath(directory)), peers)[0])
     except OSError as error:
         raise as_checkpoint_error(error) from error
 
 
-def _weights(
+def weights_of(
     source: Source, dtype: torch.dtype | None
 ) -> Iterator[tuple[str, safetensors.TensorEntry]]:
     """Yield every weight and buffer once, with the name in the checkpoint to read it from."""
-    first = first_names(source)
     packed = packed_among(source.paths)
     for name, saved in source.tensors.items():
-        if not name.startswith(f"{MODEL}.") or first[name] != name:
+        shown = name.removeprefix(f"{MODEL}.")
+        if shown == name or shown in source.aliases:
             continue
         if name in packed and is_offset(name):  # a note has it
             continue
-        shown = name.removeprefix(f"{MODEL}.")
         casts = saved.dtype.is_floating_point and name not in packed
         wanted = dtype if dtype is not None and casts else saved.dtype
         master = f"{MASTER}.{shown}"
@@ -121,20 +133,23 @@ def _pieces(source: Source, names: Iterable[str]) -> list[tuple[str, Piece]]:
     return sorted(pieces, key=lambda entry: (entry[1].place.file, entry[1].place.start))
 
 
+def _all_of(piece: Piece, dtype: torch.dtype) -> Wanted:
+    return Wanted(piece, dtype, 0, prod(piece.sizes))
+
+
 def _copy_piece(
-    reader: BlockReader, piece: Piece, saved: SavedTensor, entry: safetensors.TensorEntry,
+    file: PieceFile, piece: Piece, saved: SavedTensor, entry: safetensors.TensorEntry,
     writer: safetensors.OffsetWriter,
 ) -> None:  # fmt: skip
-    start, strides = elements_of(reader, piece, saved.dtype)
-    if strides != strides_of(piece.sizes):
-        raise damage(f"elements of {entry.name!r} in order", f"strides {strides}")
-    step = max(1, PART_NBYTES // saved.dtype.itemsize)
+    step, done = max(1, PART_NBYTES // saved.dtype.itemsize), 0
     for first, stop in spans_of((piece.offsets, piece.sizes), saved.shape):
         for at in range(first, stop, step):
             part = torch.empty(min(step, stop - at), dtype=saved.dtype)
-            reader.read_into(start, bytes_of(part))
-            start += part.nbytes
-            writer.write(entry.name, at * entry.dtype.itemsize, bytes_of(part.to(entry.dtype)))
+            wanted = Wanted(piece, saved.dtype, done, part.numel())
+            file.read_elements(wanted, safetensors.bytes_of(part))
+            done += part.numel()
+            data = safetensors.bytes_of(part.to(entry.dtype))
+            writer.write(entry.name, at * entry.dtype.itemsize, data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,20 +176,21 @@ class Inspection:
     is_verified: bool
 
 
-def inspect(directory: Path, *, verify: bool) -> Inspection:
+def inspect(directory: Path, peers: Peers = (), *, verify: bool) -> Inspection:
     """Inspect the checkpoint `directory`, or the newest complete one in it.
 
     With `verify`, read every byte and compare it with its checksum.
 
     Raises: CheckpointError: nothing there, or damaged, with the file's name.
     """
-    source = _open(directory)
+    source = _opened(directory, peers)
     manifest = source.manifest
     if verify and manifest is not None:
         for name, record in manifest.files.items():
-            with source.reader(name, [(0, record.nbytes)]) as reader:
+            with BlockReader(source.path / name, record, [(0, record.nbytes)]) as reader:
                 reader.verify()
-    tensors = [_row(source.paths[name], saved) for name, saved in source.tensors.items()]
+    named = [(source.paths[name], saved) for name, saved in source.tensors.items()]
+    tensors = [_row(keys, saved) for keys, saved in named if keys[0] != RANK]  # inside of objects
     is_verified = verify and manifest is not None
     extra = source.rank_state(0).get("extra") if manifest is not None else None
     files = {p.name: p.stat().st_size for p in sorted(source.path.iterdir()) if p.is_file()}

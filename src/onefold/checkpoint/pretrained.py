@@ -26,7 +26,6 @@ from onefold.checkpoint.agreement import (
     shape_mismatches,
     together,
 )
-from onefold.checkpoint.archives import bytes_of
 from onefold.checkpoint.contents import config_of
 from onefold.checkpoint.directory import Draft
 from onefold.checkpoint.growing import HINT_SIZED, make_room, sized_by_modules
@@ -149,7 +148,7 @@ def _write_own(model: ShardedModel, folder: Path, outputs: list[safetensors.Outp
             if not parameter.is_writer(index) or is_offset(parameter.fqn):
                 continue
             rows = parameter.local.detach().cpu().contiguous()
-            done, data = 0, bytes_of(rows)
+            done, data = 0, safetensors.bytes_of(rows)
             for start, stop in spans_of(parameter.box, parameter.shape):
                 nbytes = (stop - start) * rows.itemsize
                 writer.write(parameter.fqn, start * rows.itemsize, data[done : done + nbytes])
@@ -157,7 +156,7 @@ def _write_own(model: ShardedModel, folder: Path, outputs: list[safetensors.Outp
         buffers = {} if model.names is not None else model.buffers() | model.notes()
         if model.rank == 0:
             for name, buffer in buffers.items():
-                writer.write(name, 0, bytes_of(buffer.detach().cpu().contiguous()))
+                writer.write(name, 0, safetensors.bytes_of(buffer.detach().cpu().contiguous()))
         writer.finish()
 
 

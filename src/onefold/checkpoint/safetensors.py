@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
@@ -19,17 +19,22 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from onefold.checkpoint.checked_files import nbytes_of
-from onefold.checkpoint.unpickling import NOT_OF_BYTES
+from onefold.checkpoint.agreement import NOT_OF_BYTES
+from onefold.checkpoint.checked_files import BlockReader, nbytes_of
 from onefold.errors import CheckpointError
 from onefold.layout.cut import Box
 
 CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16",
     torch.uint8: "U8", torch.bool: "BOOL", torch.complex64: "C64",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
+DTYPES = {code: dtype for dtype, code in CODES.items()}
+SUFFIX = ".safetensors"
+RANK_STEM = "rank-"
+"""The files of `onefold.save` begin so."""
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_SHARD_NBYTES = 5_000_000_000
@@ -59,8 +64,11 @@ class Output:
     nbytes: int
 
     @staticmethod
-    def of(name: str, entries: Iterable[TensorEntry]) -> Output:
-        listed: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    def of(
+        name: str, entries: Iterable[TensorEntry], about: Mapping[str, str] | None = None
+    ) -> Output:
+        """Lay tensors out one after the other. `about`: more texts for the header."""
+        listed: dict[str, object] = {"__metadata__": {"format": "pt", **(about or {})}}
         end = 0
         starts: dict[str, int] = {}
         for entry in entries:
@@ -86,6 +94,25 @@ class Output:
         with (folder / self.name).open("xb") as file:
             file.write(self.header)
             file.truncate(self.nbytes)
+
+
+def header_at(reader: BlockReader) -> tuple[dict[str, Any], int]:
+    """Return the header of a file that has checksums, and where its tensors begin."""
+    head = reader.read_head()
+    if 8 + int.from_bytes(head[:8], "little") != len(head):
+        raise ValueError(f"a header of {len(head)} bytes that says another length")
+    header = json.loads(head[8:])
+    if not isinstance(header, dict):
+        raise TypeError("a header that is no dict")
+    return header, len(head)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous CPU tensor, without a copy."""
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    flat: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(flat)
 
 
 def plan_outputs(entries: Iterable[TensorEntry], max_nbytes: int) -> list[Output]:
@@ -180,8 +207,8 @@ class PretrainedFiles:
         start, header = self._headers[path]
         entry = header[name]
         code: str = entry["dtype"]
-        names = {code: str(dtype).removeprefix("torch.") for dtype, code in CODES.items()}
-        return path, start + entry["data_offsets"][0], names.get(code, code)
+        name = str(DTYPES.get(code, code)).removeprefix("torch.")
+        return path, start + entry["data_offsets"][0], name
 
     def _file(self, name: str) -> safe_open:
         file = self.places[name]
@@ -227,6 +254,9 @@ def _places(directory: Path) -> Iterator[tuple[str, str]]:
     paths = sorted(directory.glob("*.safetensors")) if directory.is_dir() else []
     if not paths:
         raise _not_pretrained(directory, "none")
+    if any(file.name.startswith(RANK_STEM) for file in paths):
+        got = "a checkpoint of onefold.save, which onefold.load reads"
+        raise _not_pretrained(directory, got)
     for file in paths:
         for name in _opened(file).keys():  # noqa: SIM118 - not a dict
             yield name, file.name

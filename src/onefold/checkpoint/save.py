@@ -1,7 +1,7 @@
 """Save a checkpoint: every rank writes its own pieces, and the last act is a rename.
 
     prepare   every rank checks its arguments and its state; all refuse if one does
-    write     torch's planner deals out pieces; each rank copies its own into one file
+    write     each rank knows what it writes, and copies it into its own files
     finish    each rank waits for the disk; rank 0 writes the manifest and renames the folder
 
 `prepare` and `write` are collectives on the caller's thread. With `wait=False` a thread finishes.
@@ -9,7 +9,7 @@
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,11 +19,11 @@ from uuid import uuid4
 from onefold.checkpoint.agreement import as_checkpoint_error, collect, describe, first, together
 from onefold.checkpoint.background import BackgroundThread, Notes, poll
 from onefold.checkpoint.checked_files import FileRecord
-from onefold.checkpoint.contents import Contents, Facts, config_of
+from onefold.checkpoint.contents import Contents, Facts, RankState, config_of
 from onefold.checkpoint.directory import MANIFEST, Draft, Manifest, prune
 from onefold.checkpoint.packed_weights import refuse_quantized
+from onefold.checkpoint.rank_files import RankFiles
 from onefold.checkpoint.stages import Modules, Optimizers, Stages
-from onefold.checkpoint.storage import RankFiles, write
 from onefold.errors import CheckpointError, Failure
 from onefold.wire.collectives import Group
 from onefold.wire.ticket import DONE, Ticket
@@ -50,7 +50,7 @@ def save(
     masters, moments, step counts, hyper-parameters, gradients between micro-batches, buffers, the
     random states of every rank, averages of `onefold.ema`, the state of `onefold.islands`, and
     `extra`. The checkpoint loads at any world size, stage and
-    precision, and with `torch.distributed.checkpoint` alone.
+    precision. Its files are safetensors and JSON; torch's `HuggingFaceStorageReader` reads them.
 
     Args:
         directory: does not exist yet; appears when everything is on the disk.
@@ -103,12 +103,13 @@ def save(
         is_pipeline = stages.is_pipeline
         facts = partial(contents.facts, choices, manifest.save_id, is_pipeline=is_pipeline)
         everyone = collect(stages.group, facts, _differing_choices)
-        needed = sum(of_rank.nbytes for of_rank in everyone) // stages.num_copies
+        claimed = {key: nbytes for facts in everyone for key, nbytes in facts.claims.items()}
+        needed = sum(facts.nbytes for facts in everyone) + sum(claimed.values())
         first(stages.group, lambda: draft.begin(needed))
         manifest = replace(manifest, save_id=everyone[0].save_id)
         files = RankFiles(draft.folder, is_cached=not wait)
         job = _Save(stages.group, draft, files, manifest, keep)
-        job.write(contents.agreed(everyone, is_pipeline=is_pipeline))
+        job.write(partial(contents.agreed, everyone, is_pipeline=is_pipeline))
         if wait:
             job.finish()
             return DONE
@@ -141,10 +142,10 @@ class _Save:
     manifest: Manifest
     keep: int | None
 
-    def write(self, contents: Contents) -> None:
-        """Write this rank's pieces, to the disk or to the page cache. A collective."""
+    def write(self, state: Callable[[], RankState]) -> None:
+        """Write this rank's state, to the disk or to the page cache. A collective."""
         try:
-            write(contents.state, self.files, contents.aliases, self.group)
+            together(self.group, lambda: self.files.write(state()))
         except BaseException:
             self._abandon()
             raise

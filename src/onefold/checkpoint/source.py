@@ -1,13 +1,14 @@
 """Read a checkpoint: this rank's part of each tensor, in file order, through the checksums.
 
-A `Source` holds shapes, dtypes and places that agree (see metadata.py). No rank waits for another.
+A `Source` holds shapes, dtypes and places that agree (see listing.py), of whichever format. No rank
+waits for another.
 """
 
 from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -19,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from onefold.checkpoint.archives import HEAD_NBYTES, bytes_of, elements_of, extent_of, strides_of
+from onefold.checkpoint.agreement import NOT_OF_BYTES, as_damage
 from onefold.checkpoint.checked_files import BlockReader, FileRecord
-from onefold.checkpoint.directory import METADATA, Found, Manifest
-from onefold.checkpoint.metadata import (
+from onefold.checkpoint.directory import FORMAT, Found, Manifest
+from onefold.checkpoint.listing import (
     COMPANION,
     MASTER,
     MODEL,
@@ -31,11 +32,14 @@ from onefold.checkpoint.metadata import (
     Extents,
     Keys,
     Piece,
-    Place,
+    PieceFile,
+    PieceStore,
     SavedTensor,
+    Wanted,
     read_listing,
 )
-from onefold.checkpoint.unpickling import NOT_OF_BYTES, as_damage, read_object
+from onefold.checkpoint.safetensors import bytes_of
+from onefold.checkpoint.tagged import untagged
 from onefold.errors import CheckpointError
 
 
@@ -43,17 +47,17 @@ from onefold.errors import CheckpointError
 class Source:
     """A checkpoint whose parts agree: what `onefold.load`, `inspect` and `export` read.
 
-    `paths`: the nested keys of each name. `aliases`: other names of tied weights, each with the
-    first one, where `spread_ties` has found them. `lists`: the names that `unstack` put in place of
-    that of a stacked parameter.
+    `store` reads what the other members name. `lists`: the names that `unstack` put in place of
+    that of a stacked parameter. For the rest see `Listing`.
     """
 
     found: Found
     files: Mapping[str, FileRecord]
+    store: PieceStore
     tensors: dict[str, SavedTensor]
-    objects: dict[str, Place]
+    objects: dict[str, Any]
     paths: dict[str, Keys]
-    aliases: dict[str, str] = field(default_factory=dict)
+    aliases: dict[str, str]
     lists: dict[str, list[str]] = field(default_factory=dict)
 
     @property
@@ -67,17 +71,12 @@ class Source:
     @property
     def saved_ranks(self) -> int:
         """How many ranks have saved a state of their own; 1 of another library."""
-        return max(1, sum(name.startswith(f"{RANK}.") for name in self.objects))
-
-    def reader(self, file: str, ranges: Iterable[tuple[int, int]]) -> BlockReader:
-        """Open a file of the checkpoint to read `ranges` of it."""
-        return BlockReader(self.path / file, self.files[file], ranges)
+        return max(1, len([name for name in self.objects if name.startswith(f"{RANK}.")]))
 
     def read_object(self, name: str) -> Any:
-        """Read an object as data."""
-        place = self.objects[name]
-        with self.reader(place.file, [place.range]) as reader:
-            return read_object(bytes(reader.read(place.start, place.length)), name)
+        """Read an object, with the tensors inside of it."""
+        with self.believing(f"{name!r}"):
+            return self.store.read_object(self.objects[name])
 
     def rank_state(self, rank: int) -> dict[str, Any]:
         """Read the state of one rank alone; {} in another library's checkpoint."""
@@ -85,7 +84,9 @@ class Source:
         if name not in self.objects:
             return {}
         with self.believing(name):
-            (state,) = self.read_object(name)
+            state = self.read_object(name)
+            if isinstance(state, tuple):  # of format 1, where torch took it for one object
+                (state,) = state
             kinds = {"extra": object, "random": dict, "buffers": dict, "modules": list}
             wrong = [key for key, kind in kinds.items() if not isinstance(state.get(key), kind)]
             if wrong and wrong != ["modules"]:  # earlier versions had none
@@ -106,34 +107,39 @@ class Source:
 
     def fill(self, wanted: Mapping[str, Tensor]) -> None:
         """Read tensors in place, by name; of DTensors this rank's pieces. Files come in order."""
-        parts = [part for name, value in wanted.items() for part in self._parts(name, value)]
-        parts.sort(key=lambda part: (part.piece.place.file, part.piece.place.start))
-        for file, of_file in groupby(parts, key=lambda part: part.piece.place.file):
-            own = list(of_file)
-            with self.reader(file, [part.range for part in own]) as reader:
-                for part in own:
-                    part.read(reader)
+        named = wanted.items()
+        read_parts(
+            self.store, [p for name, v in named for p in _parts(name, self.tensors[name], v)]
+        )
 
-    def _parts(self, name: str, value: Tensor) -> Iterator[_Part]:
-        saved, own, offsets = self.tensors[name], value.detach(), (0,) * value.dim()
-        if saved.shape != tuple(value.shape):
-            got, hint = list(saved.shape), "the checkpoint is of another module"
-            raise CheckpointError(f"{name!r} of shape {list(value.shape)}", got, hint=hint)
-        if isinstance(own, DTensor):
-            chunks = own.__create_chunk_list__()  # type: ignore[attr-defined]
-            own = own._local_tensor
-            offsets = tuple(chunks[0].offsets) if chunks else offsets
-        if saved.row is not None:
-            own, offsets = own.unsqueeze(0), (saved.row, *offsets)
-        for piece in saved.pieces:
-            bounds = zip(offsets, own.shape, piece.offsets, piece.sizes, strict=True)
-            spans = [(max(a, b), min(a + n, b + m)) for a, n, b, m in bounds]
-            if own.numel() and all(start < stop for start, stop in spans):
-                inside = [
-                    start - begin for (start, _), begin in zip(spans, piece.offsets, strict=True)
-                ]
-                index = [slice(a - at, b - at) for (a, b), at in zip(spans, offsets, strict=True)]
-                yield _Part(piece, saved.dtype, tuple(inside), own[tuple(index)])
+
+def _parts(name: str, saved: SavedTensor, value: Tensor) -> Iterator[_Part]:
+    """Yield the boxes of pieces that make up `value`, or this rank's piece of it."""
+    own, offsets = value, (0,) * len(saved.shape)
+    if not isinstance(value, DTensor):
+        shape = value.shape
+    else:  # whose own methods would ask who waits for it
+        own, shape = value._local_tensor, value._spec.shape
+        chunks = value.__create_chunk_list__()  # type: ignore[attr-defined]
+        offsets = tuple(chunks[0].offsets) if chunks else offsets
+    if saved.shape != tuple(shape):
+        got, hint = list(saved.shape), "the checkpoint is of another module"
+        raise CheckpointError(f"{name!r} of shape {list(shape)}", got, hint=hint)
+    own = own.detach()
+    if saved.row is not None:
+        own, offsets = own.unsqueeze(0), (saved.row, *offsets)
+    if not own.numel():
+        return
+    for piece in saved.pieces:
+        first, index = [], []
+        for at, length, begin, extent in zip(
+            offsets, own.shape, piece.offsets, piece.sizes, strict=True
+        ):
+            start, stop = max(at, begin), min(at + length, begin + extent)
+            first.append(start - begin)
+            index.append(slice(start - at, stop - at))
+        if not [part for part in index if part.start >= part.stop]:
+            yield _Part(piece, saved.dtype, tuple(first), own[tuple(index)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,79 +156,112 @@ class _Part:
         return tuple(self.target.shape[1:]) == self.piece.sizes[1:]
 
     @property
-    def range(self) -> tuple[int, int]:
-        """The bytes of the file that hold it, with room for the archive's headers."""
-        start, stop = self.piece.place.range
+    def wanted(self) -> Wanted:
+        """The elements to read: rows, or all of a piece that is cut in other dimensions."""
         if not self.first or not self._is_rows:
-            return start, stop
-        row_nbytes = prod(self.piece.sizes[1:]) * self.dtype.itemsize
-        start += self.first[0] * row_nbytes
-        return start, min(start + HEAD_NBYTES + self.target.shape[0] * row_nbytes, stop)
+            return Wanted(self.piece, self.dtype, 0, prod(self.piece.sizes))
+        start = self.first[0] * prod(self.piece.sizes[1:])
+        return Wanted(self.piece, self.dtype, start, self.target.numel())
 
-    def read(self, reader: BlockReader) -> None:
-        start, strides = elements_of(reader, self.piece, self.dtype)
-        target, sizes = self.target, self.piece.sizes
-        if strides != strides_of(sizes) or not self._is_rows:
-            whole = torch.empty(extent_of(sizes, strides), dtype=self.dtype)
-            reader.read_into(start, bytes_of(whole))
+    def read(self, file: PieceFile) -> None:
+        target = self.target
+        if not self._is_rows:
+            whole = torch.empty(self.piece.sizes, dtype=self.dtype)
+            file.read_elements(self.wanted, bytes_of(whole))
             box = zip(self.first, target.shape, strict=True)
-            index = tuple(slice(first, first + length) for first, length in box)
-            target.copy_(whole.as_strided(sizes, strides)[index])
+            target.copy_(whole[tuple(slice(first, first + length) for first, length in box)])
             return
-        if sizes:
-            start += self.first[0] * prod(sizes[1:]) * self.dtype.itemsize
         is_alike = target.dtype == self.dtype and target.device.type == "cpu"
-        part = target if is_alike and target.is_contiguous() else None
-        rows = torch.empty(tuple(target.shape), dtype=self.dtype) if part is None else part
-        reader.read_into(start, bytes_of(rows))
-        if part is None:
+        is_direct = is_alike and target.is_contiguous()
+        rows = target if is_direct else torch.empty(tuple(target.shape), dtype=self.dtype)
+        file.read_elements(self.wanted, bytes_of(rows))
+        if not is_direct:
             target.copy_(rows)
 
 
-def open_source(checkpoint: Found) -> Source:
+def read_parts(store: PieceStore, parts: Iterable[_Part]) -> None:
+    """Read boxes of pieces in the order of their places, each file once."""
+    ordered = sorted(parts, key=lambda part: (part.piece.place.file, part.piece.place.start))
+    for file, of_file in groupby(ordered, key=lambda part: part.piece.place.file):
+        own = list(of_file)
+        with store.open_file(file, [part.wanted for part in own]) as opened:
+            for part in own:
+                part.read(opened)
+
+
+def open_source(found: Found) -> Source:
     """Read names, shapes and places, and compare them with each other and with the files.
 
-    Raises `CheckpointError`: no metadata, damage, or parts that contradict each other.
+    Raises `CheckpointError`: damage, or parts that contradict each other.
     """
-    path, manifest = checkpoint.path, checkpoint.manifest
+    path, manifest = found.path, found.manifest
     if manifest is None:
         entries = [entry for entry in os.scandir(path) if entry.is_file()]
         files = {entry.name: FileRecord(entry.stat().st_size, "") for entry in entries}
     else:
         files = manifest.files
-    what = f"file {METADATA!r} of {str(path)!r} to be torch.distributed.checkpoint's"
-    if METADATA not in files:
-        raise CheckpointError(what, "no such file", hint="this is no checkpoint, or a part of one")
-    with BlockReader(path / METADATA, files[METADATA]) as reader:
-        data = bytes(reader.read(0, reader.nbytes))
-    listing = read_listing(data, files, what)
-    if manifest is None and listing.is_ours:
-        wanted = f"file 'manifest.json' in checkpoint {str(path)!r}, which onefold has saved"
-        hint = "the file was deleted, so nothing can be verified; load an earlier checkpoint"
-        raise CheckpointError(wanted, "no such file", hint=hint)
-    return Source(checkpoint, files, listing.tensors, listing.objects, listing.paths)
+    if found.peer is not None:
+        is_verified = manifest is not None
+        listing, store = found.peer.open_listing(path, files, is_verified=is_verified)
+    elif manifest is None or manifest.format < FORMAT:
+        wanted = f"checkpoint {str(path)!r} with all its files"
+        got = "one of format 1 without the list of its tensors"
+        raise CheckpointError(wanted, got, hint="load an earlier checkpoint")
+    else:
+        listing = read_listing(path, files, manifest.world_size)
+        store = _RankStore(path, files, listing.tensors)
+    named = listing.tensors, listing.objects, listing.paths, listing.aliases
+    return Source(found, files, store, *named)
+
+
+@dataclass(frozen=True, slots=True)
+class _RankStore:
+    """The files of a checkpoint of format 2."""
+
+    path: Path
+    files: Mapping[str, FileRecord]
+    tensors: Mapping[str, SavedTensor]
+
+    @contextmanager
+    def open_file(self, file: str, wanted: Sequence[Wanted]) -> Iterator[PieceFile]:
+        ranges = [(start, start + nbytes) for start, nbytes in map(_bytes_of_file, wanted)]
+        with BlockReader(self.path / file, self.files[file], ranges) as reader:
+            yield _RankFile(reader)
+
+    def read_object(self, listed: Any) -> Any:
+        known: dict[str, Tensor] = {}
+
+        def tensor_of(name: str) -> Tensor:
+            if name not in known:
+                saved = self.tensors[name]
+                known[name] = torch.empty(saved.shape, dtype=saved.dtype)
+                read_parts(self, _parts(name, saved, known[name]))
+            return known[name]
+
+        return untagged(listed, tensor_of)
+
+
+@dataclass(frozen=True, slots=True)
+class _RankFile:
+    reader: BlockReader
+
+    def read_elements(self, wanted: Wanted, out: memoryview) -> None:
+        start, _ = _bytes_of_file(wanted)
+        self.reader.read_into(start, out)
+
+
+def _bytes_of_file(wanted: Wanted) -> tuple[int, int]:
+    """Return where elements begin in their file, and how many bytes they are."""
+    itemsize = wanted.dtype.itemsize
+    return wanted.piece.place.start + wanted.first * itemsize, wanted.numel * itemsize
 
 
 # tied weights
 
 
-def first_names(source: Source) -> dict[str, str]:
-    """Return, for each tensor, the first name of the same bytes: its own if it has its own."""
-    first = dict[Place, str]()
-    return {
-        name: first.setdefault(saved.pieces[0].place, name) if saved.pieces else name
-        for name, saved in source.tensors.items()
-    }
-
-
 def spread_ties(source: Source) -> Source:
     """Give each name of a weight its master and optimizer state: any of them can be loaded."""
-    prefix = f"{MODEL}."
-    others = {
-        alias.removeprefix(prefix): name.removeprefix(prefix)
-        for alias, name in first_names(source).items()
-        if alias != name and alias.startswith(prefix) and name.startswith(prefix)
-    }
+    others = source.aliases
     belonging = defaultdict[str, list[tuple[str, Keys]]](list)
     for name, path in source.paths.items() if others else ():
         if path[:2] == (OPTIM, "state") or (path[0] == COMPANION and len(path) > 2):
@@ -237,7 +276,7 @@ def spread_ties(source: Source) -> Source:
                     tensors[target] = tensors[name]
                 else:
                     objects[target] = objects[name]
-    return replace(source, tensors=tensors, objects=objects, paths=paths, aliases=others)
+    return replace(source, tensors=tensors, objects=objects, paths=paths)
 
 
 # experts given as a list

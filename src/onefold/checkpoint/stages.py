@@ -269,11 +269,6 @@ class Stages:
         return Stages(own, world, is_pipeline=True)
 
     @property
-    def num_copies(self) -> int:
-        """How many ranks hold, and count, the same bytes."""
-        return self.data_ranks.world_size // engine_of(self.modules[0]).context.rest_world
-
-    @property
     def data_ranks(self) -> Group:
         """The ranks of this module alone."""
         return engine_of(self.modules[0]).group

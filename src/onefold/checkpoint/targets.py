@@ -13,7 +13,7 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
 from onefold.checkpoint.agreement import refuse_mismatches, shape_mismatches
 from onefold.checkpoint.growing import make_room, sized_by_modules
-from onefold.checkpoint.metadata import (
+from onefold.checkpoint.listing import (
     COMPANION,
     GRAD,
     MASTER,

@@ -2,10 +2,9 @@
 
     0.9 -> :0.9    (0, True) -> :[0, true]    a parameter -> :{"parameter": "head.weight"}
 
-torch's planner makes words of all keys, and drops dicts without entries: these hold the mark alone.
-It takes a tensor made of others (torchao 0.18.0: codes and scales) for bytes of its shape. So that
-becomes a dict of these others, a queue (AdaShift of pytorch_optimizer 4.1.0) a list, and an object
-(a projector of GaLore) its attributes.
+Names in a checkpoint are words, and a dict without entries has none: it holds the mark alone. A
+tensor made of others (torchao 0.18.0: codes and scales) becomes a dict of these others, a queue
+(AdaShift of pytorch_optimizer 4.1.0) a list, and an object (a projector of GaLore) its attributes.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def as_words(value: Any, name_of: Callable[[Tensor], str | None], where: str) ->
         inner = {name: as_words(getattr(value, name), name_of, where) for name in names}
         made = (context, value.shape, value.stride())
         return {_WRAPPER: _name(value)} | {
-            "inner": inner, "made": (made,),  # one object: torch's planner opens no such tuple
+            "inner": inner, "made": (made,),  # as in format 1
         }  # fmt: skip
     if isinstance(value, Enum):  # inside of an object
         return {_MEMBER: value.name, "of": _name(value)}

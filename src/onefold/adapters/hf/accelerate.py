@@ -30,7 +30,6 @@ from onefold.adapters.hf.wrap import PREPARED, cast_outputs, mark_prepared, run_
 from onefold.api import shard
 from onefold.checkpoint import agreement
 from onefold.checkpoint.directory import prune
-from onefold.checkpoint.load import load
 from onefold.checkpoint.pretrained import full_state_dict
 from onefold.checkpoint.save import save
 from onefold.compose.checks import as_list
@@ -38,6 +37,7 @@ from onefold.config import precision_of
 from onefold.engine.precision import GradScaler
 from onefold.engine.registry import engine_of, is_sharded
 from onefold.errors import ConfigError
+from onefold.resume import load
 from onefold.versions import warn_if_untested
 
 if TYPE_CHECKING:

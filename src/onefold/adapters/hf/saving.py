@@ -35,7 +35,6 @@ from torch.optim import Optimizer
 from onefold.adapters.hf.events import meet
 from onefold.checkpoint.agreement import first, together
 from onefold.checkpoint.directory import read_manifest
-from onefold.checkpoint.load import load
 from onefold.checkpoint.pretrained import write_pretrained
 from onefold.checkpoint.safetensors import MAX_SHARD_NBYTES
 from onefold.checkpoint.save import save
@@ -43,6 +42,7 @@ from onefold.checkpoint.stages import ShardedModel
 from onefold.engine.engine import Engine
 from onefold.engine.registry import engine_of
 from onefold.errors import CheckpointError, StateError, WireError
+from onefold.resume import load
 
 FOLDER = "onefold"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")

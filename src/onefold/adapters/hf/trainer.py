@@ -46,13 +46,13 @@ from onefold.adapters.hf.saving import (
 from onefold.adapters.hf.wrap import mark_prepared, run_under_autocast
 from onefold.api import shard
 from onefold.checkpoint.agreement import together
-from onefold.checkpoint.load import load
 from onefold.config import OffloadChoice, PrecisionChoice, StageChoice, offload_of, precision_of
 from onefold.engine.first_batch import seed_ranks
 from onefold.engine.registry import engine_of, is_sharded
 from onefold.errors import ConfigError, StateError
 from onefold.inference.stream import generating
 from onefold.layout.units import UnitChoice
+from onefold.resume import load
 from onefold.versions import warn_if_untested
 from onefold.wire_config import WireChoice
 

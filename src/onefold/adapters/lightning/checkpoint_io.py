@@ -24,12 +24,13 @@ from torch.optim import Optimizer
 
 from onefold.checkpoint.agreement import first
 from onefold.checkpoint.directory import find
-from onefold.checkpoint.load import load
-from onefold.checkpoint.metadata import MODEL
+from onefold.checkpoint.listing import MODEL
 from onefold.checkpoint.save import save
 from onefold.checkpoint.source import open_source
 from onefold.engine.registry import engine_of
 from onefold.errors import CheckpointError
+from onefold.foreign import PEERS
+from onefold.resume import load
 
 _KEY = "lightning"
 _TIED = "tied"
@@ -76,7 +77,7 @@ def read(
     source = draft if draft.exists() and not path.exists() else path
 
     def own() -> bytes:
-        extra = open_source(find(source.absolute())[0]).rank_state(0).get("extra")
+        extra = open_source(find(source.absolute(), PEERS)[0]).rank_state(0).get("extra")
         if not isinstance(extra, dict) or not isinstance(extra.get(_KEY), bytes):
             raise _of_another(path)
         return extra[_KEY]
@@ -104,7 +105,7 @@ def as_file(path: str | os.PathLike[str], *, weights_only: bool | None = None) -
         >>> with onefold.lightning.as_file("last.ckpt") as file:
         ...     module = MyModule.load_from_checkpoint(file)
     """
-    source = open_source(find(Path(path).absolute())[0])
+    source = open_source(find(Path(path).absolute(), PEERS)[0])
     extra = source.rank_state(0).get("extra")
     if not isinstance(extra, dict) or _KEY not in extra:
         raise _of_another(Path(path))

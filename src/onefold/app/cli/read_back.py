@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onefold.app.cli.arguments import SubParsers, add_command, one_of, print_result
+from onefold.errors import ConfigError
 from onefold.text import (
     columns,
     common_unit,
@@ -42,11 +43,15 @@ newest complete one.
 
   onefold inspect runs --verify"""
 
-EXPORT = """\
-Write the weights of a checkpoint as safetensors, which `AutoModel.from_pretrained` opens. One
-process, a few MB of memory, no GPU; every byte that is read is verified.
+TARGETS = ("hf", "dcp")
 
-  onefold export runs OUT --dtype bf16"""
+EXPORT = """\
+Write the weights of a checkpoint as safetensors, which `AutoModel.from_pretrained` opens; or, with
+--to dcp, weights and optimizer state as torch.distributed.checkpoint saves those of FSDP2. One
+process, a few MB of memory (dcp: the largest piece), no GPU; every byte that is read is verified.
+
+  onefold export runs OUT --dtype bf16
+  onefold export runs --to dcp OUT"""
 
 REPORT = """\
 Write index.html from the report.json of `onefold train --report DIR` or Recording.save, and print
@@ -73,15 +78,18 @@ def add_checkpoints(commands: SubParsers) -> None:
     )
     add("checkpoint", **checkpoint)
     add("--verify", action="store_true", help="read every byte and compare it with its checksum")
-    summary = "write a checkpoint's weights as safetensors"
+    summary = "write a checkpoint for other programs"
     add = add_command(commands, "export", run_export, summary, EXPORT)
     add("checkpoint", **checkpoint)
     add("out", metavar="OUT", help="a folder that does not exist yet")
     dtypes = ", ".join(DTYPES)
     add("--dtype", type=one_of([*DTYPES], "leave it out to keep the weights' own"),
         help=f"{dtypes} (default: that of each weight)")  # fmt: skip
-    add("--max-shard-size", default="5GB", metavar="SIZE", type=parse_nbytes,
-        help="the largest file, as in 500MB")  # fmt: skip
+    add("--to", type=one_of(TARGETS, "leave it out for safetensors"), default="hf",
+        help="hf: weights as safetensors; dcp: weights and optimizer state as a folder of "
+        "torch.distributed.checkpoint (default: hf)")  # fmt: skip
+    add("--max-shard-size", metavar="SIZE", type=parse_nbytes,
+        help="the largest file of safetensors, as in 500MB (default: 5GB)")  # fmt: skip
 
 
 # inspect
@@ -90,8 +98,9 @@ def add_checkpoints(commands: SubParsers) -> None:
 def run_inspect(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     """Print the contents of a checkpoint."""
     from onefold.checkpoint.offline import inspect
+    from onefold.foreign import PEERS
 
-    contents = inspect(Path(arguments.checkpoint), verify=arguments.verify)
+    contents = inspect(Path(arguments.checkpoint), PEERS, verify=arguments.verify)
     print_result(arguments, inspect_facts(contents), inspect_lines(contents))
     return 0
 
@@ -119,7 +128,8 @@ def inspect_lines(contents: Inspection) -> list[str]:
     manifest = contents.found.manifest
     lines = [str(contents.found.path)]
     if manifest is None:
-        lines.append("written by torch.distributed.checkpoint: no step, no checksums")
+        writer = contents.found.peer.writer if contents.found.peer else "another program"
+        lines.append(f"written by {writer}: no step, no checksums")
     else:
         ranks = counted(manifest.world_size, "rank")
         versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
@@ -186,6 +196,7 @@ def _table(contents: Inspection) -> list[str]:
 
 def _kinds(rows: list[InspectedRow]) -> str:
     usual = _first(rows).dtype
+    rows = sorted(rows, key=lambda row: (row.kind != "weight", row.kind != "master", row.kind))
     return ", ".join(row.kind + f" {row.dtype}" * (row.dtype != usual) for row in rows)
 
 
@@ -200,16 +211,26 @@ def run_export(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     """Export, and print the written files."""
     import torch
 
-    from onefold.checkpoint.offline import export
-
     dtype = arguments.dtype and getattr(torch, DTYPES[arguments.dtype])
-    size = arguments.max_shard_size
-    done = export(arguments.checkpoint, arguments.out, dtype=dtype, max_shard_nbytes=size)
-    files = {output.name: output.nbytes for output in done.outputs}
+    source, target, size = arguments.checkpoint, arguments.out, arguments.max_shard_size
+    if arguments.to == "dcp":
+        from onefold.foreign.dcp_export import export_dcp
+
+        if size is not None:
+            hint = "leave it out: torch writes one file"
+            raise ConfigError("--max-shard-size with --to hf", "--to dcp", hint=hint)
+        done = export_dcp(source, target, dtype=dtype)
+    else:
+        from onefold.checkpoint.offline import export
+        from onefold.checkpoint.safetensors import MAX_SHARD_NBYTES
+        from onefold.foreign import PEERS
+
+        size = MAX_SHARD_NBYTES if size is None else size
+        done = export(source, target, PEERS, dtype=dtype, max_shard_nbytes=size)
     head = {"source": str(done.source), "step": done.step, "tensors": done.num_tensors}
     lines = [f"{done.source}, step {done.step:,d}: {done.num_tensors:,d} tensors"]
-    lines += [f"{arguments.out}/{name}  {nbytes:,d} bytes" for name, nbytes in files.items()]
-    print_result(arguments, {**head, "files": files}, lines)
+    lines += [f"{target}/{name}  {nbytes:,d} bytes" for name, nbytes in done.files.items()]
+    print_result(arguments, {**head, "files": done.files}, lines)
     return 0
 
 

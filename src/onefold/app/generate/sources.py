@@ -22,6 +22,7 @@ from onefold.checkpoint.directory import find
 from onefold.checkpoint.offline import export
 from onefold.checkpoint.safetensors import PretrainedFiles
 from onefold.errors import CheckpointError, ConfigError
+from onefold.foreign import PEERS
 from onefold.planner.models.gpt import GPT, PRESETS, VOCAB
 from onefold.planner.models.loader import build_model, check_config, described, published, refuse
 from onefold.tier.host import no_garbage
@@ -56,14 +57,15 @@ def opened(model: str) -> Iterator[ModelSource]:
     Raises `ConfigError` for a name that is none, and `CheckpointError` for a damaged checkpoint.
     """
     path = Path(model)
-    if not path.is_dir() or any(path.glob("*.safetensors")):
+    is_saved = path.is_dir() and is_checkpoint(path)  # its files are safetensors, too
+    if not path.is_dir() or (any(path.glob("*.safetensors")) and not is_saved):
         yield _of_files(model)
         return
-    if not is_checkpoint(path):
+    if not is_saved:
         raise _without_weights(model, "safetensors files or a checkpoint")
     with TemporaryDirectory(prefix="onefold_") as folder:
         target = Path(folder, "weights")
-        export(path, target)
+        export(path, target, PEERS)
         yield replace(_of_files(str(target)), name=model)
 
 
@@ -82,7 +84,7 @@ def check_trained(model: str, seq: int) -> None:
     if not path.is_dir():
         refuse(model, seq)
         return
-    if not any(path.glob("*.safetensors")):
+    if not any(path.glob("*.safetensors")) or is_checkpoint(path):
         raise _without_weights(model, "safetensors files")
     if _of_files(model).config is not None:
         refuse(model, seq)
@@ -109,7 +111,7 @@ def build_trained(model: str, seq: int, *, is_cut: bool) -> nn.Module:
 def is_checkpoint(path: Path) -> bool:
     """True for a checkpoint of `onefold.save`, or a directory of them."""
     try:
-        return bool(find(path))
+        return bool(find(path, PEERS))
     except (CheckpointError, OSError):
         return False
 

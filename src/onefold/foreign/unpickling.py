@@ -15,10 +15,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from onefold.errors import CheckpointError, OnefoldError
-
-NOT_OF_BYTES = (OnefoldError, MemoryError, torch.OutOfMemoryError)
-"""Errors of reading that do not tell that bytes mean nothing: they stay as they are."""
+from onefold.checkpoint.agreement import NOT_OF_BYTES, as_damage
+from onefold.errors import CheckpointError
 
 _OPCODES = (
     "PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT "
@@ -123,12 +121,6 @@ def read_pickle(data: bytes, allowed: Container[str] | None, what: str) -> Any:
         raise
     except Exception as error:
         raise as_damage(error, what) from error
-
-
-def as_damage(error: Exception, what: str) -> CheckpointError:
-    """Return the error of bytes that mean nothing, with the start of its message."""
-    got = f"{type(error).__name__}: {str(error)[:200]}" if str(error) else type(error).__name__
-    return CheckpointError(what, got, hint="it is damaged, or this is no checkpoint")
 
 
 def read_object(data: bytes, name: str) -> Any:

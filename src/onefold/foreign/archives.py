@@ -1,15 +1,14 @@
 """The elements of a tensor, inside the zip archive that `torch.save` wrote of it."""
 
 from math import prod
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from onefold.checkpoint.agreement import damage
+from onefold.checkpoint.agreement import NOT_OF_BYTES, damage
 from onefold.checkpoint.checked_files import BlockReader
-from onefold.checkpoint.metadata import Extents, Piece, extents
-from onefold.checkpoint.unpickling import NOT_OF_BYTES, read_pickle
+from onefold.checkpoint.listing import Extents, Piece
+from onefold.foreign.metadata import sizes_of
+from onefold.foreign.unpickling import read_pickle
 
 _HEADER_NBYTES, HEAD_NBYTES = 30, 4096
 _PICKLE, _ELEMENTS = b"archive/data.pkl", b"archive/data/0"
@@ -48,7 +47,7 @@ def elements_of(reader: BlockReader, piece: Piece, dtype: torch.dtype) -> tuple[
         storage, first, sizes, strides, *more = tensor.arguments
         _, kind, _, _, numel = storage.arguments
         saved = more[2] if tensor.kind == _TENSOR_V3 else _STORAGES[kind.name]
-        sizes, strides = extents(sizes), extents(strides)
+        sizes, strides = sizes_of(sizes), sizes_of(strides)
         is_inside = first + extent_of(sizes, strides) <= numel
     except NOT_OF_BYTES:
         raise
@@ -85,11 +84,3 @@ def extent_of(sizes: Extents, strides: Extents) -> int:
     if not prod(sizes):
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor, without a copy."""
-    if tensor.numel() == 0:
-        return memoryview(b"")
-    flat: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(flat)

@@ -1,0 +1,11 @@
+"""Checkpoints of other programs: how they are recognised and read, and written for them.
+
+Below `api`, which hands `PEERS` to `onefold.checkpoint`: that room knows the protocol alone
+(`PeerFormat`, `PieceStore` in listing.py). Whatever reads a pickle is here.
+"""
+
+from onefold.checkpoint.listing import PeerFormat
+from onefold.foreign.dcp import DcpFormat
+
+PEERS: tuple[PeerFormat, ...] = (DcpFormat(),)
+"""All formats that `onefold.load`, `onefold inspect` and `onefold export` recognise, in order."""
