@@ -83,3 +83,10 @@ def test_small_buffers_come_from_the_heap_and_keep_their_storage():
     allocation.release()
     allocation.restore()
     assert view.fill_(1.0).sum() == 6.0
+
+
+@pytest.mark.parametrize("is_read_into", [False, True])
+def test_a_buffer_without_elements_needs_no_pages(is_read_into):
+    """A streamed table reads no rows where no token asks for one."""
+    store = DeviceStore(torch.device("cpu"), is_read_into=is_read_into)
+    assert store.allocate(0, torch.float32).tensor.shape == (0,)

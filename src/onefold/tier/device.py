@@ -287,7 +287,7 @@ class DeviceStore:
         A brief tensor comes from the heap: while backward fills it, activations free heap blocks
         that the process cannot return to the system, but can use.
         """
-        is_large = numel * dtype.itemsize >= PAGES_NBYTES or self._is_read_into
+        is_large = numel * dtype.itemsize >= PAGES_NBYTES or (self._is_read_into and numel > 0)
         is_paged = is_large and not is_brief
         try:
             if self._pool is not None and is_paged:
