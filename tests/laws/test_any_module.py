@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
 import onefold
 from tests.support.clauses import GUARDS, REENTRANT, Clauses
 from tests.support.programs import blocks as kinds
-from tests.support.ranks import run_ranks, seeded
+from tests.support.ranks import run_processes, run_ranks, seeded
 from tests.support.zoo import (
     ROWS,
     SUMS,
@@ -1647,24 +1647,26 @@ def branching() -> nn.Module:
 
 
 def test_ranks_that_take_other_units_get_an_error_that_names_the_unit():
-    """Where collectives must be in one order and are not, law 5 holds: no hang, no wrong result."""
+    """Law 5 where collectives must be in one order and are not: nothing is stepped, none hangs."""
 
     def body(rank: int) -> None:
         module = branching()
-        onefold.shard(module, stage=3)
+        optimizer = torch.optim.SGD(module.parameters())
+        onefold.shard(module, optimizer, stage=3)
         module(torch.ones(2, WIDTH), rank).sum().backward()
+        optimizer.step()  # threads have no lanes: ranks compare what they sent here
 
-    with pytest.raises((onefold.OnefoldError, RuntimeError)):
+    with pytest.raises((onefold.OnefoldError, RuntimeError), match="branches"):
         run_ranks(2, body)
 
 
+def evaluate_own_branch(rank: int) -> None:
+    module = onefold.shard(seeded(branching), stage=3)
+    with torch.no_grad(), pytest.raises(onefold.OnefoldError, match="branches"):
+        module(torch.ones(2, WIDTH), rank)
+
+
+@pytest.mark.process
 def test_ranks_that_evaluate_other_units_get_an_error():
-    """Without a backward there is no reduction to notice it by."""
-
-    def body(rank: int) -> Tensor:
-        module = onefold.shard(seeded(branching), stage=3)
-        with torch.no_grad():
-            return module(torch.ones(2, WIDTH), rank)
-
-    with pytest.raises(onefold.OnefoldError):
-        run_ranks(2, body)
+    """Without a backward there is no reduction to notice it by, and no step follows."""
+    run_processes(2, evaluate_own_branch)

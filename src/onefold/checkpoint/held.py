@@ -161,13 +161,17 @@ class _RowsOf:
     def __init__(self, parameter: UnitParameter, number: int, *, is_first: bool) -> None:
         self._offsets, _ = parameter.box
         self._parameter, self._turn = parameter, number
+        context, model = parameter.spec.context, parameter.model
+        known = context.routes.group.world_size * (1 if model is None else model.mesh.size())
+        # else ranks of an axis that its meshes leave out hold the same: experts beside cut layers
+        self._knows_all_holders = known == context.everyone.world_size
         self._is_first = is_first
 
     def of(self, path: Keys, own: Tensor) -> Iterator[Held]:
         """Yield own rows, if there are any; rank 0 has those of a tensor without elements."""
         shape = self._parameter.shape
         if own.numel():
-            writes = self._parameter.is_writer(self._turn)
+            writes = self._parameter.is_writer(self._turn) if self._knows_all_holders else None
             self._turn += 1
             yield Held(path, own.detach(), self._offsets, shape, writes)
         elif not prod(shape):

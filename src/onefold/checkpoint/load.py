@@ -38,6 +38,7 @@ def load_checkpoint(
     with announcing(stages.data_ranks, CheckpointError):
         finish_pending(stages)
         models = together(stages.group, lambda: stages.models(optimizer))
+        stages.compare_messages()
         loading = _Loading(stages.group, models, _names_of(stages, models), peers)
         return _load_newest(loading, directory, missing_ok=missing_ok)
 

@@ -81,6 +81,7 @@ def write_pretrained(
         return str(draft.target)
 
     same_directory(everyone, prepare, hint="every rank writes into the same files")
+    model.engine.context.compare_logs(waits=True)  # mixed weights would replace good ones
     draft = Draft(Path(os.path.abspath(directory)))
     outputs = safetensors.plan_outputs(_entries(model), max_shard_nbytes)
 
@@ -198,6 +199,7 @@ def load_pretrained(
 
     everyone = model.engine.context.everyone
     values = together(everyone, prepare)
+    engine.context.compare_logs(waits=True)  # of weights that go now
     together(everyone, lambda: _fill(model, values))
     return module
 

@@ -99,6 +99,7 @@ def save(
     with announcing(stages.data_ranks, CheckpointError):
         finish_pending(stages)
         draft, contents, manifest = together(stages.group, prepare)
+        stages.compare_messages()
         choices = (str(draft.target), wait, keep)
         is_pipeline = stages.is_pipeline
         facts = partial(contents.facts, choices, manifest.save_id, is_pipeline=is_pipeline)

@@ -206,7 +206,6 @@ class ShardedModel:
         waits = any(unit.gradient.reduction.waits for unit in engine.units)
         if waits or engine.context.everyone is not engine.group:
             engine.complete()  # sums of a node, or of a piece, are no mean that others could load
-        engine.context.compare_logs(waits=True)  # a checkpoint of mixed weights replaces a good one
         for unit in engine.units:
             unit.wait_step()
             unit.check_untouched()
@@ -272,6 +271,14 @@ class Stages:
     def data_ranks(self) -> Group:
         """The ranks of this module alone."""
         return engine_of(self.modules[0]).group
+
+    def compare_messages(self) -> None:
+        """Raise if ranks of a device mixed weights: a checkpoint of them replaces a good one.
+
+        A collective, so not a part of what one rank alone may refuse.
+        """
+        for module in self.modules:
+            engine_of(module).context.compare_logs(waits=True)
 
     def models(self, optimizers: Optimizers) -> list[ShardedModel]:
         """Return the modules with their optimizers, at rest, and with the names of this moment.

@@ -276,7 +276,9 @@ def crossing(device: torch.device, name: str) -> RateRow:
             with lane:
                 target.copy_(source, non_blocking=True)
 
-    return RateRow(name, 4 * numel, act, finish=waiter(device))
+    finish = waiter(device)
+    finish()  # the zeros are there before another stream reads or writes them
+    return RateRow(name, 4 * numel, act, finish=finish)
 
 
 def exchange(group: Group, device: torch.device, peers: Sequence[int]) -> RateRow:
