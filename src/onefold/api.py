@@ -36,7 +36,7 @@ from onefold.wire.together import announcing, together
 from onefold.wire_config import WireChoice
 
 
-class _Planner:
+class _LazyForecaster:
     """A `Forecaster` that is imported when it is first asked: most calls of `shard` never ask."""
 
     def needs_of(
@@ -139,7 +139,7 @@ def _shard(
             quantize = partial(quantize_frozen, tree, arguments.parts.optimizers, frozen)
             together(ranks.everyone, quantize)
             arguments = examine_together(ranks, examine_mine, tree)
-        build(arguments.parts, resolve(arguments, ranks, _Planner()))
+        build(arguments.parts, resolve(arguments, ranks, _LazyForecaster()))
     if choices.shares == AUTO:
         measure(module)  # rows by speed are suggested beside shares by memory
     return module
@@ -190,7 +190,7 @@ def stream(
     ranks = meshes.find_and_meet(mesh)
     with announcing(ranks.everyone):
         arguments, exact = examine_stream(module, ranks, budget=budget, rest=rest, offload=offload)
-        build(arguments.parts, resolve(arguments, ranks, _Planner()))
+        build(arguments.parts, resolve(arguments, ranks, _LazyForecaster()))
     notes = [f"{weight.fqn} stays exact: {weight.reason}" for weight in exact]
     engine_of(module).facts.add_notes(*notes)
     return module
