@@ -1,6 +1,7 @@
 """Errors of checkpoints, and how ranks share them: if one rank fails, every rank raises."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -29,10 +30,17 @@ def damage(what: str, got: object, *, hint: str = LOAD_ANOTHER) -> Damaged:
     return Damaged(what, got, hint=hint)
 
 
-def as_damage(error: Exception, what: str) -> CheckpointError:
-    """Return the error of bytes that mean nothing, with the start of its message."""
-    got = f"{type(error).__name__}: {str(error)[:200]}" if str(error) else type(error).__name__
-    return CheckpointError(what, got, hint="it is damaged, or this is no checkpoint")
+@contextmanager
+def believing(what: str) -> Iterator[None]:
+    """Around the use of values that were saved: raise `CheckpointError` if they are not `what`."""
+    try:
+        yield
+    except NOT_OF_BYTES:
+        raise
+    except Exception as error:
+        got = f"{type(error).__name__}: {str(error)[:200]}" if str(error) else type(error).__name__
+        hint = "it is damaged, or this is no checkpoint"
+        raise CheckpointError(what, got, hint=hint) from error
 
 
 def shape_mismatches(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from onefold.checkpoint.agreement import NOT_OF_BYTES, as_damage
+from onefold.checkpoint.agreement import believing
 from onefold.checkpoint.checked_files import BlockReader, FileRecord
 from onefold.checkpoint.safetensors import DTYPES, SUFFIX, header_at
 
@@ -212,13 +212,13 @@ def read_listing(folder: Path, files: Mapping[str, FileRecord], num_ranks: int) 
     said = _JsonFiles()
     for file, record in files.items():
         what = f"file {file!r} of checkpoint {str(folder)!r} to list what it holds"
-        with BlockReader(folder / file, record) as reader, _believing(what):
+        with BlockReader(folder / file, record) as reader, believing(what):
             if file.endswith(SUFFIX):
                 for listed in _listed_in(file, reader):
                     pieces[listed.name].append(listed)
             else:
                 said.add(json.loads(reader.read(0, reader.nbytes)))
-    with _believing(f"the files of checkpoint {str(folder)!r} to agree"):
+    with believing(f"the files of checkpoint {str(folder)!r} to agree"):
         own = [name for name in said.objects if name.startswith(f"{RANK}.")]
         if len(own) != num_ranks or {f"{RANK}.{rank}" for rank in range(num_ranks)} != {*own}:
             raise ValueError(f"states of {len(own)} ranks of {num_ranks}")
@@ -322,14 +322,3 @@ def _tensor_of(name: str, listed: Sequence[_Listed], raw: str | None) -> SavedTe
     if not tiles([(piece.offsets, piece.sizes) for piece in pieces], shape):
         raise ValueError(f"pieces that do not cover {name[:80]!r} of {list(shape)} once")
     return SavedTensor(shape, dtype, tuple([piece for piece in pieces if prod(piece.sizes)]))
-
-
-@contextmanager
-def _believing(what: str) -> Iterator[None]:
-    """Around the use of values of a file: raise `CheckpointError` where they contradict it."""
-    try:
-        yield
-    except NOT_OF_BYTES:
-        raise
-    except Exception as error:
-        raise as_damage(error, what) from error

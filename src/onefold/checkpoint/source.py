@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from math import prod
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from onefold.checkpoint.agreement import NOT_OF_BYTES, as_damage
+from onefold.checkpoint.agreement import believing
 from onefold.checkpoint.checked_files import BlockReader, FileRecord
 from onefold.checkpoint.directory import FORMAT, Found, Manifest
 from onefold.checkpoint.listing import (
@@ -95,15 +95,9 @@ class Source:
                 raise ValueError("'modules' are no dicts")
         return dict(state)
 
-    @contextmanager
-    def believing(self, what: str) -> Iterator[None]:
-        """Around the use of values that were saved: raise `CheckpointError` if they are no such."""
-        try:
-            yield
-        except NOT_OF_BYTES:
-            raise
-        except Exception as error:
-            raise as_damage(error, f"{what} of checkpoint {str(self.path)!r}") from error
+    def believing(self, what: str) -> AbstractContextManager[None]:
+        """See `agreement.believing`: `what` is a part of this checkpoint."""
+        return believing(f"{what} of checkpoint {str(self.path)!r}")
 
     def fill(self, wanted: Mapping[str, Tensor]) -> None:
         """Read tensors in place, by name; of DTensors this rank's pieces. Files come in order."""

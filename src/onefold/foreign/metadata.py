@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from onefold.checkpoint.agreement import NOT_OF_BYTES, as_damage
+from onefold.checkpoint.agreement import believing
 from onefold.checkpoint.checked_files import FileRecord
 from onefold.checkpoint.listing import (
     MODEL,
@@ -51,12 +51,8 @@ def read_metadata(data: bytes, files: Mapping[str, FileRecord], what: str) -> tu
     Raises `CheckpointError` if it is not `what` was expected.
     """
     metadata = read_pickle(data, _METADATA_NAMES, what)
-    try:
+    with believing(what):
         return _checked(_state(metadata, "metadata.Metadata"), files)
-    except NOT_OF_BYTES:
-        raise
-    except Exception as error:
-        raise as_damage(error, what) from error
 
 
 def _checked(state: dict[str, Any], files: Mapping[str, FileRecord]) -> tuple[Listing, bool]:

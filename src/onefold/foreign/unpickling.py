@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from onefold.checkpoint.agreement import NOT_OF_BYTES, as_damage
+from onefold.checkpoint.agreement import believing
 from onefold.errors import CheckpointError
 
 _OPCODES = (
@@ -115,18 +115,14 @@ def read_pickle(data: bytes, allowed: Container[str] | None, what: str) -> Any:
 
     Raises `CheckpointError`: another name, or other bytes than those of `what`, a pickle.
     """
-    try:
+    with believing(what):
         return _Machine(data, allowed).load()
-    except NOT_OF_BYTES:
-        raise
-    except Exception as error:
-        raise as_damage(error, what) from error
 
 
 def read_object(data: bytes, name: str) -> Any:
     """Read an object that `torch.save` wrote: tensors, numbers, strings and containers."""
     what = f"{name!r} to hold tensors, numbers, strings and containers of them"
-    try:
+    with believing(what):
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             records = archive.infolist()
             if any(record.compress_type != zipfile.ZIP_STORED for record in records):
@@ -136,15 +132,12 @@ def read_object(data: bytes, name: str) -> Any:
             header = archive.getinfo("archive/data.pkl").header_offset
         lengths = struct.unpack_from("<HH", data, header + 26)  # of the record's name and padding
         _check_calls(read_pickle(data[header + 30 + sum(lengths) :], None, what), 16 * len(data))
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except NOT_OF_BYTES:
-        raise
-    except pickle.UnpicklingError as error:
-        got = str(error).splitlines()[0]
-        hint = "save plain values, for example an object's state_dict()"
-        raise CheckpointError(what, got, hint=hint) from error
-    except Exception as error:
-        raise as_damage(error, what) from error
+        try:
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            got = str(error).splitlines()[0]
+            hint = "save plain values, for example an object's state_dict()"
+            raise CheckpointError(what, got, hint=hint) from error
 
 
 _MOST_DEPTH = 100
