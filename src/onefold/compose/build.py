@@ -141,7 +141,7 @@ def _context(
         shares=recipe.shares,
         is_inference=recipe.inference is not None,
         reads_directly=recipe.reads_directly,
-        flags_failures=recipe.flags_failures,
+        num_flags=recipe.num_flags,
         uses_disk="disk" in recipe.tiers,
         phase=ranks.phase,
         meshes=axes.meshes,
@@ -183,6 +183,7 @@ def _contexts(
             contexts[mine] = replace(
                 context, routes=routes_of(recipe, mine.ranks, links), shares=None, own=mine.own,
                 mesh=_mesh(recipe, mine.ranks), meshes=axes.meshes, holders=context.everyone,
+                num_flags=recipe.num_flags,
             )  # fmt: skip
     if contexts:
         others = tuple(apart.routes for apart in contexts.values())

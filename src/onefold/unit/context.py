@@ -149,7 +149,7 @@ class Context:
     shares: Shares = None  # of resting state, by rank; None cuts evenly
     is_inference: bool = False
     reads_directly: bool = False  # files into unsharded weights
-    flags_failures: bool = False  # see `Recipe.flags_failures`
+    num_flags: int = 0  # behind gathered weights: whether each rank could read its own
     uses_disk: bool = False  # for weights or states, on some rank
     numbers: NumbersNow = field(default_factory=NumbersNow)
     phase: PhaseNow = field(default_factory=PhaseNow)  # of this rank, for the lanes
@@ -221,20 +221,11 @@ class Context:
         return 1 if self.own is None else self.own.sources
 
     @property
-    def num_flags(self) -> int:
-        """Elements behind gathered weights: whether each rank could read its own."""
-        return self.world_size if self._learns_failures and self.flags_failures else 0
-
-    @property
     def defers_failures(self) -> bool:
         """True if a rank that cannot read its rows goes on until ranks exchange a digest."""
         is_step = self.phase.name in ("forward", "backward")  # which an optimizer ends
-        return is_step and self._learns_failures and self.store.device.type != "cpu"
-
-    @property
-    def _learns_failures(self) -> bool:
-        """True if other ranks wait for the rows of this one."""
-        return self.gathers and self.world_size > 1
+        others_wait = self.gathers and self.world_size > 1
+        return is_step and others_wait and self.store.device.type != "cpu"
 
     def compare_logs(self, *, waits: bool = False) -> None:
         """Raise if ranks began other messages on a device, or one could not read its rows.

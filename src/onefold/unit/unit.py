@@ -76,9 +76,7 @@ class Unit(UnitWeights):
         self.is_tiled = plan.tile_nbytes > 0  # gathered in row blocks
         self._ticket: Ticket = DONE
         self._fresh = False
-        self._is_checked = (
-            False  # that every rank could read its rows of what the full buffer holds
-        )
+        self._is_checked = False  # that every rank could read its rows for the full buffer
         self._gathered = -1  # `edits` when the full buffer was filled
         self.parameters = [
             UnitParameter(self, self.spec, number, self.weight.tensor, member)
