@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from onefold.app.cli import launch
 from onefold.app.cli.arguments import one_line, real, whole
 from onefold.app.cli.main import main
 from onefold.errors import ConfigError
@@ -520,3 +521,24 @@ def test_doctor_tells_what_the_machine_has(step_device):
     assert machine["link"]["backend"] == "gloo"
     assert machine["link"]["rates"]["gather"]["per_s"] > 0
     assert machine["memory_total"] >= machine["memory_free"] > 0
+
+
+def test_a_rank_that_is_ended_while_it_writes_its_failure_leaves_no_file(tmp_path, monkeypatch):
+    """The launcher would read half of one."""
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv(launch.LAUNCHER, "1")
+    write = Path.write_text
+
+    def write_half(path: Path, text: str) -> None:
+        write(path, text[: len(text) // 2])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", write_half)
+    with pytest.raises(KeyboardInterrupt):
+        launch.record_failure(ValueError("a wrong number"), 1)
+    assert not path.exists()
+    monkeypatch.setattr(Path, "write_text", write)
+    assert launch.record_failure(ValueError("a wrong number"), 1)
+    assert json.loads(path.read_text())["onefold"]["line"] == "ValueError: a wrong number"

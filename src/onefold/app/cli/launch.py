@@ -239,7 +239,9 @@ def record_failure(error: BaseException | None, code: int) -> bool:
     )
     now = {"timestamp": str(int(time.time())), "py_callstack": failure.trace}
     message = {"message": failure.line, "extraInfo": now}  # torch's format
-    Path(path).write_text(json.dumps({"message": message, "onefold": asdict(failure)}))
+    draft = Path(f"{path}.draft")  # the launcher may end this rank, and read, at any moment
+    draft.write_text(json.dumps({"message": message, "onefold": asdict(failure)}))
+    draft.replace(path)
     return True
 
 
