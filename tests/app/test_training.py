@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -426,6 +427,8 @@ def test_losses_are_those_of_one_process_however_rows_are_cut(folder, accumulate
 
 WEIGHTS = Path()
 """Where `from_files` finds a saved model."""
+LOADING = threading.Lock()
+"""transformers 5.23 replaces `tie_weights` while it loads: for good, where two threads load."""
 
 
 def from_files() -> nn.Module:
@@ -435,7 +438,8 @@ def from_files() -> nn.Module:
         return onefold.load_pretrained(module, WEIGHTS)
     import transformers
 
-    return transformers.AutoModelForCausalLM.from_pretrained(WEIGHTS, use_cache=False)
+    with LOADING:
+        return transformers.AutoModelForCausalLM.from_pretrained(WEIGHTS, use_cache=False)
 
 
 def saved_model(kind: str, folder: Path) -> Path:

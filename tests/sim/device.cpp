@@ -525,6 +525,8 @@ struct Allocator final : c10::DeviceAllocator {
     } else {
       TORCH_CHECK(posix_memalign(&ptr, 4096, nbytes) == 0, "the host has no memory for a simulated device");
       memset(ptr, 0xFF, nbytes);
+      std::lock_guard<std::mutex> c(clocks_m);
+      forget(reinterpret_cast<uintptr_t>(ptr), reinterpret_cast<uintptr_t>(ptr) + nbytes);  // it was the host's
       segments[reinterpret_cast<uintptr_t>(ptr)] = nbytes;
       u.reserved += nbytes;
     }

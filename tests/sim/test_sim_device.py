@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -89,6 +90,29 @@ def overwrites() -> tuple[str, str]:
     return overwritten(waits=False), overwritten(waits=True)
 
 
+def taken_from_the_host() -> tuple[bool, int]:
+    """Whether the device got memory of the host that a kernel had read, and the races in it."""
+    sim.native.reset()
+    ones, other = torch.ones(8, device=device()), torch.Stream(device())
+    other.wait_stream(torch.accelerator.current_stream())
+    numel = 1 << 24  # glibc takes so large a block from the system, and gives it back at once
+    host = torch.empty(numel + (1 << 13))
+    scalar = host[numel // 2].fill_(1.0)
+    at = scalar.data_ptr()
+    with other:
+        products = ones * scalar
+    storage = host.untyped_storage()
+    del host, scalar
+    while torch._C._storage_Use_Count(storage._cdata) > 1:
+        time.sleep(0.001)  # until the kernel has ended; to wait for it would order it
+    del storage
+    taken = torch.zeros(numel, device=device())
+    is_in = taken.data_ptr() <= at < taken.data_ptr() + taken.nbytes
+    races = len(sim.native.races())
+    sim.native.reset()
+    return is_in and products.numel() == 8, races
+
+
 def waits() -> list[str]:
     """What made the host wait: an item, a copy from pageable memory, a copy to the host."""
     sim.native.reset()
@@ -116,7 +140,9 @@ def memory() -> str:
 
 
 def alone(rank: int) -> dict[str, Any]:
-    found = [race, order, freed, early_read, overwrites, waits, draws, memory]
+    found = [
+        race, order, freed, early_read, overwrites, taken_from_the_host, waits, draws, memory,
+    ]  # fmt: skip
     return {each.__name__: each() for each in found}
 
 
@@ -134,6 +160,10 @@ def test_a_race_names_both_operations_and_lines(found):
 
 def test_freed_memory_is_nan(found):
     assert found["freed"]
+
+
+def test_memory_that_the_device_takes_from_the_host_has_no_accesses_yet(found):
+    assert found["taken_from_the_host"] == (True, 0)
 
 
 def test_the_host_reads_no_value_before_it_has_waited(found):
