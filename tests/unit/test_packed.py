@@ -23,7 +23,7 @@ from onefold.engine.registry import engine_of
 from onefold.errors import CheckpointError, ConfigError
 from onefold.unit import formats
 from onefold.unit.formats import Int4Groups, Int8Rows, MatrixFormat
-from onefold.unit.init import PROMISED
+from onefold.unit.promises import PROMISED
 from tests.support.ranks import run_ranks, seeded
 
 RESTS = ("int8", "int4")
@@ -342,7 +342,7 @@ def test_weights_are_quantized_while_they_are_read_one_at_a_time(tmp_path):
             module = Model().bfloat16().requires_grad_(False)
         onefold.load_pretrained(module, tmp_path)
         quantize_for_products(module, rest)
-        values = module.__dict__[PROMISED]._values
+        values = module.__dict__[PROMISED].values._values
         alive: list[Any] = []
         fill = values.fill
 

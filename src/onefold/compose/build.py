@@ -41,14 +41,13 @@ from onefold.unit.context import Context, Tiers
 from onefold.unit.cut_dtensor import WeightedMesh
 from onefold.unit.deferred import Deferred
 from onefold.unit.init import (
-    PROMISED,
-    Values,
     agree_on_values,
     fill_buffers,
     initialise,
     materialise,
     move,
 )
+from onefold.unit.promises import Values, forget, promised_values
 from onefold.unit.unit import Unit
 from onefold.wire.collectives import Group
 from onefold.wire.peers import introduce
@@ -84,7 +83,7 @@ def build(parts: ModuleParts, resolved: Resolved) -> None:
     axes = model_axes.join(_members(parts, resolved, None), group, shards, device.type)
     context = _context(resolved, store, ledger, tiers, axes)
     context, contexts = _contexts(parts, resolved, context)
-    values: Values | None = parts.tree.root.__dict__.get(PROMISED)
+    values = together(group, lambda: promised_values(parts.tree))
     originals = [owned.parameter for owned in parts.parameters]
     for owned in parts.parameters:
         if owned.is_packed and owned.table is None:
@@ -92,7 +91,7 @@ def build(parts: ModuleParts, resolved: Resolved) -> None:
                 packed.prepare_module(part, owned.parameter)
     room = partial(explaining, ledger)
     made = together(group, lambda: initialise(parts.tree, parts.parameters, device, room, values))
-    parts.tree.root.__dict__.pop(PROMISED, None)
+    forget(parts.tree)
     source: Source = (made, values)
     engine = Engine(
         parts.tree.root, partial(_units, parts, contexts, source), context, recipe=recipe,

@@ -4,8 +4,11 @@ quantize_frozen         frozen weights of plain Linears, in a codec of the wire:
 quantize_for_products   matrices that modules multiply with, in formats of torch's kernels
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +21,7 @@ from onefold.layout.module_tree import ModuleTree
 from onefold.layout.packed import QuantizedWeight
 from onefold.layout.units import Owned, owned_parameters
 from onefold.unit.formats import described, encode
-from onefold.unit.init import PROMISED, Values
+from onefold.unit.promises import Values, forget, promise, promised_values
 
 FORMAT_WORDS = {
     ("int8", "cpu"): "int8 rows",
@@ -39,6 +42,7 @@ class KeptExact:
 
 def quantize_frozen(tree: ModuleTree, optimizers: Sequence[Optimizer], word: str) -> None:
     """Replace each frozen weight of plain Linears by its bytes, in modules and optimizers."""
+    values = QuantizedValues.promised_to(tree)
     for owned in owned_parameters(tree):
         parameter = owned.parameter
         is_frozen_matrix = parameter.dim() == 2 and not parameter.requires_grad
@@ -46,9 +50,14 @@ def quantize_frozen(tree: ModuleTree, optimizers: Sequence[Optimizer], word: str
             continue
         if not all(isinstance(part, nn.Linear) and name == "weight" for part, name in owned.owners):
             continue
-        if parameter.is_meta or PROMISED in tree.root.__dict__:
+        about = described(parameter, word)
+        if values is not None and owned.fqn in values:
+            values.add(owned.fqn, about)
+            quantized = _replace(owned, about)
+        elif parameter.is_meta:
             raise _without_values(owned.fqn, "Precision(frozen=)")
-        quantized = _replace(owned, _quantized(parameter, described(parameter, word)))
+        else:
+            quantized = _replace(owned, _quantized(parameter, about))
         for optimizer in optimizers:
             replace_parameters(optimizer, {id(parameter): quantized}, [parameter])
 
@@ -75,10 +84,10 @@ def quantize_for_products(
         hint = "rest=None keeps weights exact"
         got = f"{rest!r} on {device_type}"
         raise ConfigError("int8 or int4, on cpu or cuda", got, hint=hint)
-    promised: Values | None = module.__dict__.get(PROMISED)
-    values = None if promised is None else QuantizedValues(promised)
+    tree = ModuleTree.of(module)
+    values = QuantizedValues.promised_to(tree)
     kept: list[KeptExact] = []
-    for owned in owned_parameters(ModuleTree.of(module)):
+    for owned in owned_parameters(tree):
         parameter = owned.parameter
         if parameter.dim() < 2 or owned.is_packed:
             continue
@@ -95,8 +104,6 @@ def quantize_for_products(
             raise _without_values(owned.fqn, f"rest={rest!r}")
         else:
             _replace(owned, _quantized(parameter, about))
-    if values is not None:
-        module.__dict__[PROMISED] = values
     return kept
 
 
@@ -106,6 +113,25 @@ class QuantizedValues:
     def __init__(self, values: Values) -> None:
         self._values = values
         self._quantized: dict[str, QuantizedWeight] = {}
+
+    @staticmethod
+    def promised_to(tree: ModuleTree) -> QuantizedValues | None:
+        """Take the place of the values that a module was promised; None without any."""
+        values = promised_values(tree)
+        if values is None:
+            return None
+        quantized = QuantizedValues(values)
+        forget(tree)
+        promise(tree.root, quantized)
+        return quantized
+
+    @property
+    def directory(self) -> Path:
+        return self._values.directory
+
+    def where(self, name: str) -> tuple[Path, int, str]:
+        """See `Values`."""
+        return self._values.where(name)
 
     def add(self, name: str, about: QuantizedWeight) -> None:
         """Quantize this weight, as described, while it is read."""

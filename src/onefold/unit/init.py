@@ -12,18 +12,17 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from inspect import Parameter, signature
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from onefold.errors import ConfigError
-from onefold.layout.cut import Box
 from onefold.layout.module_tree import ModuleTree
 from onefold.layout.packed import QuantizedWeight
 from onefold.layout.units import Owned, UnitPlan
 from onefold.unit.deferred import Deferred, has_nan
+from onefold.unit.promises import Values
 from onefold.wire.collectives import Group
 
 if TYPE_CHECKING:
@@ -32,25 +31,6 @@ if TYPE_CHECKING:
 
 Room = Callable[[int], AbstractContextManager[None]]
 """A context that explains an error for want of so many bytes."""
-
-PROMISED = "_onefold_promised_values"
-"""The attribute of a module that is not sharded yet that says where its values will come from."""
-
-
-class Values(Protocol):
-    """Where parameters and buffers of a module on `meta` get their values, by name."""
-
-    directory: Path
-
-    def __contains__(self, name: str) -> bool: ...
-
-    def fill(self, name: str, box: Box | None, out: Tensor) -> None:
-        """Copy a box of the tensor, or all of it, into `out`."""
-        ...
-
-    def where(self, name: str) -> tuple[Path, int, str]:
-        """The file of a tensor, the offset of its first byte there, and its dtype's name."""
-        ...
 
 
 def initialise(
