@@ -272,7 +272,7 @@ def test_a_missing_argument_is_named_in_the_words_of_argparse(capsys):
     (["check", "nosuch:build"], "expected 'nosuch:build' to import"),
     (["check", "--steps", "0"], "expected --steps to be a whole number of at least 1, got '0'"),
     (["doctor", "--fast"], "got --fast"),
-    (["fly"], "expected a command: train, plan, check"),
+    (["fly"], "expected a command: train, finetune, plan, check"),
 ])  # fmt: skip
 def test_bad_input_is_one_line_and_exit_code_two_before_any_rank_starts(
     arguments, message, capsys, monkeypatch

@@ -32,6 +32,11 @@ def count() -> int:
     return torch.accelerator.device_count()
 
 
+def computes_bf16() -> bool:
+    """True if the accelerators multiply in bf16 by themselves; older GPUs emulate it."""
+    return kind() != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def current_index() -> int:
     """The number of the accelerator that this thread uses."""
     return torch.accelerator.current_device_index()

@@ -7,7 +7,7 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
 from math import inf, isfinite
@@ -45,9 +45,11 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 class Parser(argparse.ArgumentParser):
     """Raises `ConfigError` where argparse would print its usage and exit."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, spellings: Mapping[str, str] | None = None, **options: Any) -> None:
+        """`spellings`: flags of other programs, in the words of this command."""
         options.setdefault("formatter_class", _HelpFormatter)
         super().__init__(**options, allow_abbrev=False)
+        self._spellings = spellings or {}
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """Exit after help or a version, which raises `BrokenPipeError` if nobody reads it."""
@@ -72,6 +74,7 @@ class Parser(argparse.ArgumentParser):
             name = word.partition("=")[0]
             if is_flag and name not in self._option_string_actions:
                 hint = _did_you_mean(name, self._option_string_actions)
+                hint = f"here it is {ours}" if (ours := self._spellings.get(name)) else hint
                 hint = hint or f"`{self.prog} --help` lists the flags"
                 raise ConfigError(f"a flag of `{self.prog}`", name, hint=hint)
 
@@ -101,13 +104,14 @@ def one_line(error: BaseException) -> str:
 
 
 def add_command(
-    commands: SubParsers, name: str, run: Callable[..., int], summary: str, description: str
-) -> Callable[..., Any]:
+    commands: SubParsers, name: str, run: Callable[..., int], summary: str, description: str,
+    *, spellings: Mapping[str, str] | None = None,
+) -> Callable[..., Any]:  # fmt: skip
     """Add a command, which has `--json` as all have; return the function that adds its flags.
 
-    `group` of a flag is the title under which help lists it.
+    `group` of a flag is the title under which help lists it. `spellings`: see `Parser`.
     """
-    parser = commands.add_parser(name, help=summary, description=description)
+    parser = commands.add_parser(name, help=summary, description=description, spellings=spellings)
     parser.set_defaults(run=run, default_of=parser.get_default)
     help_text = "print one JSON object instead, progress to stderr"
     parser.add_argument("--json", action="store_true", help=help_text)

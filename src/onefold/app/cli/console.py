@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from onefold.app.finetune.tuning import FinetuneObserver, FinetuneResult
 from onefold.app.generate.run import WARM_PASSES, Generated, Loaded
 from onefold.app.generate.sources import TOKENIZERS
 from onefold.app.generate.tokens import printable
@@ -74,19 +75,23 @@ class Lines(TrainObserver):
             self._print(f"{line}   {progress.seconds_left:4.0f} s left")
 
 
+def _bar(stream: TextIO) -> Bar:
+    return Bar(
+        TextColumn("step {task.completed:,d} of {task.total:,d}"),
+        BarColumn(bar_width=None),
+        TextColumn("{task.description}"),
+        TimeRemainingColumn(compact=True),
+        TextColumn("left"),
+        console=Console(file=stream, highlight=False),
+        expand=True,
+    )
+
+
 class LiveDisplay(TrainObserver):
     """A bar on a terminal."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._bar = Bar(
-            TextColumn("step {task.completed:,d} of {task.total:,d}"),
-            BarColumn(bar_width=None),
-            TextColumn("{task.description}"),
-            TimeRemainingColumn(compact=True),
-            TextColumn("left"),
-            console=Console(file=stream, highlight=False),
-            expand=True,
-        )
+        self._bar = _bar(stream)
         self._task = self._bar.add_task("", total=0)
 
     def __exit__(self, *_: object) -> None:
@@ -279,3 +284,79 @@ def _stay_lines(result: Generated) -> list[str]:
     return wrapped(
         f"{kept} of {result.num_units} units stay, {format_bytes(result.stay_nbytes)}: {names}"
     )
+
+
+# onefold finetune
+
+
+class FinetuneLines(FinetuneObserver):
+    """Plain lines, for logs and pipes."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._steps, self._shown = 0, 0
+
+    def noted(self, note: str) -> None:
+        print("\n".join(wrapped(note)), file=self._stream, flush=True)
+
+    def begin(self, steps: int) -> None:
+        self._steps = steps
+
+    def advanced(self, step: int, loss: float, tokens_per_s: float, peak_nbytes: int) -> None:
+        due = step * NUM_LINES // max(1, self._steps)
+        if due > self._shown:
+            self._shown = due
+            speed = _tuning_speed(loss, tokens_per_s, peak_nbytes)
+            print(f"step {step:6,d} of {self._steps:,d}   {speed}", file=self._stream, flush=True)
+
+
+class FinetuneBar(FinetuneObserver):
+    """A bar on a terminal."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._bar = _bar(stream)
+        self._task = self._bar.add_task("", total=0)
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def noted(self, note: str) -> None:
+        self._bar.console.print("\n".join(wrapped(note)), markup=False)
+
+    def begin(self, steps: int) -> None:
+        self._bar.reset(self._task, total=steps, description="loss  -")
+        self._bar.start()
+
+    def advanced(self, step: int, loss: float, tokens_per_s: float, peak_nbytes: int) -> None:
+        description = _tuning_speed(loss, tokens_per_s, peak_nbytes)
+        self._bar.update(self._task, completed=step, description=description)
+
+
+def finetune_display(stream: TextIO) -> FinetuneObserver:
+    """Return a bar for a terminal, and lines for anything else."""
+    return FinetuneBar(stream) if stream.isatty() else FinetuneLines(stream)
+
+
+def _tuning_speed(loss: float, tokens_per_s: float, peak_nbytes: int) -> str:
+    return f"loss {loss:.3f}   {tokens_per_s:,.0f} tokens/s   peak {format_bytes(peak_nbytes)}"
+
+
+def finetune_lines(result: FinetuneResult) -> list[str]:
+    """Return losses, memory, the answers and the folders, for people."""
+    lines = [""]
+    if result.held_out is not None:
+        before, after = result.held_out
+        lines.append(f"held-out loss {before:.3f} before, {after:.3f} after, nats per token")
+    peaks = [rank.total_peak for rank in result.memory]
+    planned = f", planned {format_bytes(result.way.peak_nbytes)} with activations"
+    planned *= bool(result.way.peak_nbytes)
+    lines += wrapped(
+        f"{counted(result.steps, 'step')} in {format_seconds(result.seconds)}; peak of a rank "
+        f"{format_bytes(max(peaks))} without activations{planned}"
+    )
+    if result.answer is not None:
+        answer = result.answer
+        for word, text in (("prompt", answer.prompt), ("before", answer.before),
+                           ("after ", answer.after)):  # fmt: skip
+            lines.append(f"{word}: {printable(text)!r}")
+    return [*lines, "", *(f"saved: {folder}" for folder in result.saved)]

@@ -43,7 +43,7 @@ def command() -> NoReturn:
     most of a second for torch, and a second more for 70 billion parameters.
     """
     code = main()
-    if sys.argv[1:2] in (["train"], ["check"], ["plan"], ["generate"]):
+    if sys.argv[1:2] in (["train"], ["finetune"], ["check"], ["plan"], ["generate"]):
         _exit_now(code)
     sys.exit(code)
 
@@ -108,7 +108,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 def _parser() -> argparse.ArgumentParser:
     import onefold
-    from onefold.app.cli import bench, check, doctor, generate, plan, read_back, train
+    from onefold.app.cli import bench, check, doctor, finetune, generate, plan, read_back, train
     from onefold.app.cli.arguments import Parser
 
     parser = Parser(
@@ -120,8 +120,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     parser.set_defaults(run=lambda *_: parser.print_help() or 0)
     for add in (
-        train.add_to, plan.add_to, check.add_to, generate.add_to, read_back.add_report,
-        doctor.add_to, bench.add_to, read_back.add_checkpoints,
+        train.add_to, finetune.add_to, plan.add_to, check.add_to, generate.add_to,
+        read_back.add_report, doctor.add_to, bench.add_to, read_back.add_checkpoints,
     ):  # fmt: skip
         add(commands)
     return parser

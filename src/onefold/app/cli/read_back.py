@@ -43,15 +43,18 @@ newest complete one.
 
   onefold inspect runs --verify"""
 
-TARGETS = ("hf", "dcp")
+TARGETS = ("hf", "dcp", "deepspeed-universal")
 
 EXPORT = """\
 Write the weights of a checkpoint as safetensors, which `AutoModel.from_pretrained` opens; or, with
---to dcp, weights and optimizer state as torch.distributed.checkpoint saves those of FSDP2. One
-process, a few MB of memory (dcp: the largest piece), no GPU; every byte that is read is verified.
+--to dcp, weights and optimizer state as torch.distributed.checkpoint saves those of FSDP2; with
+--to deepspeed-universal, as DeepSpeed loads them at stages 1 and 2. CKPT may be a folder of
+those too. One process, a few MB of memory (dcp: the largest piece; deepspeed-universal: the largest
+parameter), no GPU; every byte that Onefold saved is verified.
 
   onefold export runs OUT --dtype bf16
-  onefold export runs --to dcp OUT"""
+  onefold export runs --to dcp OUT
+  onefold export runs --to deepspeed-universal OUT"""
 
 REPORT = """\
 Write index.html from the report.json of `onefold train --report DIR` or Recording.save, and print
@@ -87,7 +90,8 @@ def add_checkpoints(commands: SubParsers) -> None:
         help=f"{dtypes} (default: that of each weight)")  # fmt: skip
     add("--to", type=one_of(TARGETS, "leave it out for safetensors"), default="hf",
         help="hf: weights as safetensors; dcp: weights and optimizer state as a folder of "
-        "torch.distributed.checkpoint (default: hf)")  # fmt: skip
+        "torch.distributed.checkpoint; deepspeed-universal: both as DeepSpeed's universal folder "
+        "(default: hf)")  # fmt: skip
     add("--max-shard-size", metavar="SIZE", type=parse_nbytes,
         help="the largest file of safetensors, as in 500MB (default: 5GB)")  # fmt: skip
 
@@ -213,13 +217,20 @@ def run_export(arguments: argparse.Namespace, _: Sequence[str]) -> int:
 
     dtype = arguments.dtype and getattr(torch, DTYPES[arguments.dtype])
     source, target, size = arguments.checkpoint, arguments.out, arguments.max_shard_size
+    if arguments.to != "hf" and size is not None:
+        hint = "leave it out: it is for files of safetensors"
+        raise ConfigError("--max-shard-size with --to hf", f"--to {arguments.to}", hint=hint)
     if arguments.to == "dcp":
         from onefold.foreign.dcp_export import export_dcp
 
-        if size is not None:
-            hint = "leave it out: torch writes one file"
-            raise ConfigError("--max-shard-size with --to hf", "--to dcp", hint=hint)
         done = export_dcp(source, target, dtype=dtype)
+    elif arguments.to == "deepspeed-universal":
+        from onefold.foreign.deepspeed_export import export_deepspeed
+
+        if dtype is not None:
+            hint = "leave it out: DeepSpeed keeps float32, and rounds what it computes with"
+            raise ConfigError("--dtype with --to hf or dcp", f"--to {arguments.to}", hint=hint)
+        done = export_deepspeed(source, target)
     else:
         from onefold.checkpoint.offline import export
         from onefold.checkpoint.safetensors import MAX_SHARD_NBYTES
@@ -228,7 +239,8 @@ def run_export(arguments: argparse.Namespace, _: Sequence[str]) -> int:
         size = MAX_SHARD_NBYTES if size is None else size
         done = export(source, target, PEERS, dtype=dtype, max_shard_nbytes=size)
     head = {"source": str(done.source), "step": done.step, "tensors": done.num_tensors}
-    lines = [f"{done.source}, step {done.step:,d}: {done.num_tensors:,d} tensors"]
+    step = "" if done.step is None else f", step {done.step:,d}"
+    lines = [f"{done.source}{step}: {done.num_tensors:,d} tensors"]
     lines += [f"{target}/{name}  {nbytes:,d} bytes" for name, nbytes in done.files.items()]
     print_result(arguments, {**head, "files": done.files}, lines)
     return 0

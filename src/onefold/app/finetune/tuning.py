@@ -1,0 +1,405 @@
+"""Fine-tune a model of a folder: TRL's `SFTTrainer` around a sharded model.
+
+preflight    what can be refused before any rank starts: rows, folders, flags
+finetune     plan, read each rank's rows, train, measure held-out rows, save
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from onefold.app.finetune.choices import FinetuneJob
+from onefold.app.finetune.row_file import Row, RowFile, open_rows
+from onefold.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from onefold.app.finetune.model import Way
+    from onefold.app.train.memory_table import MeasuredMemory
+    from onefold.wire.world import World
+
+NEEDED = ("transformers", "accelerate", "trl", "peft", "datasets")
+"""Packages of the extra `finetune`."""
+
+
+def preflight(job: FinetuneJob) -> RowFile:
+    """Refuse a job that cannot work, without building a model; return the rows of its file."""
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        hint = "pip install 'onefold[finetune]'"
+        raise ConfigError(f"{missing[0]} to be installed", "no such package", hint=hint)
+    for flag, is_set in (("--merge", job.merge), ("--rest", job.rest is not None)):
+        if is_set and not job.lora:
+            raise ConfigError(f"--lora R with {flag}", "none", hint="--lora 16")
+    if job.checkpoint is None and (job.every or job.resume):
+        flag = "--every" if job.every else "--resume"
+        raise ConfigError(f"--checkpoint with {flag}", "none", hint="pass --checkpoint DIR")
+    for out in (job.out, f"{job.out}-merged") if job.merge else (job.out,):
+        _check_out(Path(out))
+    _check_folder(job.model)
+    return open_rows(Path(job.data))
+
+
+def _check_folder(model: str) -> None:
+    folder = Path(model)
+    if (folder / "config.json").exists() and any(folder.glob("*.safetensors")):
+        return
+    is_saved = folder.is_dir() and any(folder.rglob("manifest.json"))
+    got = "a checkpoint" if is_saved else "neither there"
+    hint = f"`onefold export {model} OUT` writes weights: --model OUT"
+    hint = hint if is_saved else "name the folder that the model was saved to"
+    raise ConfigError(f"config.json and safetensors files in --model {model!r}", got, hint=hint)
+
+
+def _check_out(out: Path) -> None:
+    if out.exists():
+        raise ConfigError(f"no folder at --out {str(out)!r}", "one", hint="name a new folder")
+    above = out.absolute().parent
+    while not above.exists():
+        above = above.parent
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        hint = "name a folder that you may write to"
+        raise ConfigError(f"--out {str(out)!r} to be writable", f"{above} is not", hint=hint)
+
+
+class FinetuneObserver:
+    """Receives the events of a run on one rank. This one ignores them."""
+
+    def __enter__(self) -> FinetuneObserver:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def begin(self, steps: int) -> None: ...
+
+    def noted(self, note: str) -> None: ...
+
+    def advanced(self, step: int, loss: float, tokens_per_s: float, peak_nbytes: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TunedAnswer:
+    """The text that the model writes after a held-out prompt, before and after training."""
+
+    prompt: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True)
+class FinetuneResult:
+    """The result of a run; the same on every rank."""
+
+    way: Way
+    steps: int
+    losses: list[float]  # of each step of this run: the mean over the tokens that count
+    held_out: tuple[float, float] | None  # before and after; None without held-out rows
+    answer: TunedAnswer | None
+    seconds: float
+    num_parameters: int
+    num_trained: int
+    memory: list[MeasuredMemory]  # per rank
+    saved: list[str]  # folders
+    stopped_by: int = 0  # the number of a signal
+
+
+def finetune(
+    job: FinetuneJob, rows: RowFile, world: World, observer: FinetuneObserver
+) -> FinetuneResult:
+    """Run the job on this rank. A collective: every rank calls it.
+
+    Raises: ConfigError: on every rank, before weights are read: a model, rows or a plan that cannot
+        work.
+    """
+    from onefold.app.finetune.model import build, check_model, choose, load_tokenizer, token_count
+
+    config = check_model(job)
+    tokenizer = load_tokenizer(job, rows)
+    module = build(job, config, world.device)
+    way = choose(job, module, world)
+    _heading(job, rows, way, module, world, observer)
+    longer, line = rows.longer_than(job.seq, lambda row: token_count(tokenizer, row))
+    if longer:
+        count = f"{longer:,d} of {len(rows.places):,d} rows"
+        note = "packed in parts" if job.packing else "cut"
+        observer.noted(
+            f"{count} have more than {job.seq} tokens and are {note}, line {line:,d} first"
+        )
+    with TemporaryDirectory(prefix="onefold_") as folder:
+        run = _Run(job, rows, tokenizer, module, way, world, observer, folder)
+        return run.train()
+
+
+def _heading(
+    job: FinetuneJob, rows: RowFile, way: Way, module: nn.Module, world: World,
+    observer: FinetuneObserver,
+) -> None:  # fmt: skip
+    numel = sum(p.numel() for p in module.parameters())
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    share = f", {trained:,d} of them trained" if trained < numel else ""
+    ranks = f"{world.world_size} rank{'s' * (world.world_size > 1)}"
+    observer.noted(
+        f"{job.model}: {numel:,d} parameters{share}, over {ranks}; {way.line}; "
+        f"{len(rows.places):,d} rows of {job.data}"
+    )
+
+
+@dataclass(slots=True)
+class _Run:
+    """One rank's part of a run."""
+
+    job: FinetuneJob
+    rows: RowFile
+    tokenizer: Any
+    module: nn.Module
+    way: Way
+    world: World
+    observer: FinetuneObserver
+    folder: str  # for files of this rank
+    answers: list[str] = field(default_factory=list)
+
+    def train(self) -> FinetuneResult:
+        from onefold.app.train.checkpoints import StopRequests
+
+        job, world = self.job, self.world
+        train, held_out = self.rows.split(job.held_out, job.seed)
+        self._shard()
+        with StopRequests(is_active=job.checkpoint is not None) as requests:
+            trainer, progress = self._trainer(train, held_out, requests)
+            measured = [self._held_out(trainer)] if held_out else []
+            prompt = self._prompt(held_out)
+            self._write(prompt)
+            begun = time.monotonic()
+            trainer.train(resume_from_checkpoint=_newest(job) if job.resume else None)
+            seconds = time.monotonic() - begun
+        progress.stopped_by = max(world.group.gather(progress.stopped_by))
+        if progress.stopped_by:
+            return self._result(trainer, progress, seconds, None, None, [])
+        measured += [self._held_out(trainer)] if held_out else []
+        self._write(prompt)
+        saved = self._save(trainer)
+        answer = TunedAnswer(self._shown(prompt), *self.answers) if prompt is not None else None
+        both = (measured[0], measured[1]) if measured else None
+        world.group.gather(None)  # no rank ends while another still reads
+        return self._result(trainer, progress, seconds, both, answer, saved)
+
+    def _shard(self) -> None:
+        import torch
+
+        import onefold
+
+        job, way = self.job, self.way
+        torch.manual_seed(job.seed)  # of adapters
+        precision: Any = way.precision
+        if job.rest is not None:
+            precision = replace(_precision_of(way.precision), frozen=job.rest)
+        onefold.shard(
+            self.module, None, stage=way.stage, precision=precision, offload=way.offload  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    def _trainer(
+        self, train: list[int], held_out: list[int], requests: Any
+    ) -> tuple[Any, _Progress]:
+        import datasets
+        import trl
+        from transformers import PrinterCallback
+
+        from onefold.hf import TrainerMixin
+
+        class FinetuneTrainer(TrainerMixin, trl.SFTTrainer): ...
+
+        datasets.disable_progress_bars()
+
+        def part(name: str, numbers: list[int]) -> Any:
+            return datasets.Dataset.from_generator(
+                self.rows.read, gen_kwargs={"numbers": numbers}, cache_dir=f"{self.folder}/{name}",
+                split=datasets.NamedSplit(name),
+            )  # fmt: skip
+
+        progress = _Progress(self.observer, requests)
+        trainer = FinetuneTrainer(
+            self.module, args=self._arguments(trl.SFTConfig), callbacks=[progress.callback()],
+            train_dataset=part("train", train), processing_class=self.tokenizer,
+            eval_dataset=part("held_out", held_out) if held_out else None,
+        )  # fmt: skip
+        trainer.remove_callback(PrinterCallback)
+        return trainer, progress
+
+    def _arguments(self, kind: Any) -> Any:
+        job = self.job
+        saves: dict[str, Any] = {"save_strategy": "no"}
+        if job.checkpoint is not None:
+            saves = {"save_strategy": "steps", "save_steps": job.every or 1 << 30,
+                     "save_total_limit": job.keep}  # fmt: skip
+        count = {"max_steps": job.steps} if job.steps else {"num_train_epochs": job.epochs}
+        template = str(self.tokenizer.chat_template or "")
+        options = {
+            "output_dir": job.checkpoint or str(_work_folder(job)),
+            "per_device_train_batch_size": job.batch,
+            "per_device_eval_batch_size": job.batch, "gradient_accumulation_steps": job.accumulate,
+            "learning_rate": job.peak_lr, "lr_scheduler_type": "cosine", "warmup_steps": 0.03,
+            "max_grad_norm": job.clip, "max_length": job.seq, "packing": job.packing,
+            "completion_only_loss": self.rows.kind == "prompt",
+            "assistant_only_loss": self.rows.kind == "messages" and "{% generation" in template,
+            "logging_steps": 1, "report_to": job.report_to, "disable_tqdm": True, "bf16": False,
+            "seed": job.seed, "use_cpu": self.world.device.type == "cpu",
+            "gradient_checkpointing": self.way.recompute, "dataloader_pin_memory": False,
+            "logging_strategy": "steps",
+        }  # fmt: skip
+        if self.way.recompute:
+            options["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+        return kind(**options, **saves, **count)
+
+    def _held_out(self, trainer: Any) -> float:
+        return float(trainer.evaluate()["eval_loss"])
+
+    def _prompt(self, held_out: list[int]) -> Row | None:
+        if not held_out or not self.job.sample:
+            return None
+        return next(self.rows.read(held_out[:1]))
+
+    def _shown(self, row: Row | None) -> str:
+        assert row is not None, "there is a held-out row"
+        if self.rows.kind == "text":
+            text = row["text"]
+            return text[: max(1, min(len(text) // 2, 200))]
+        if not self.rows.is_chat:
+            return row["prompt"]
+        messages = row.get("messages") or [*row["prompt"], *row["completion"]]
+        last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=1)
+        return self.tokenizer.apply_chat_template(
+            messages[: max(1, last)], tokenize=False, add_generation_prompt=True
+        )
+
+    def _write(self, row: Row | None) -> None:
+        """Let the model continue the prompt; every rank writes the same text."""
+        if row is None:
+            return
+        import torch
+
+        from onefold.inference.stream import generating
+
+        inputs = self.tokenizer(self._shown(row), return_tensors="pt", add_special_tokens=False)
+        inputs = {name: value[:, -self.job.seq :].to(self.world.device)
+                  for name, value in inputs.items() if name != "token_type_ids"}  # fmt: skip
+        module: Any = self.module
+        was_training = module.training
+        module.eval()
+        with torch.no_grad(), generating(module):
+            tokens = module.generate(
+                **inputs, max_new_tokens=self.job.sample, do_sample=False, use_cache=True,
+                pad_token_id=self.tokenizer.pad_token_id,
+            )  # fmt: skip
+        module.train(was_training)
+        new = tokens[0, inputs["input_ids"].shape[1] :]
+        self.answers.append(self.tokenizer.decode(new, skip_special_tokens=True))
+
+    def _save(self, trainer: Any) -> list[str]:
+        """Write the model, or the adapter, and the tokenizer, for `from_pretrained`."""
+        from onefold.app.finetune.merge import merge_adapter
+
+        job, saved = self.job, [self.job.out]
+        trainer.save_model(job.out)
+        if job.merge:
+            self.world.group.gather(None)  # the adapter is there
+            target = Path(f"{job.out}-merged")
+            if self.world.rank == 0:
+                merge_adapter(Path(job.model), Path(job.out), target)
+                self.tokenizer.save_pretrained(target)
+            saved.append(str(target))
+        if self.world.rank == 0:
+            shutil.rmtree(_work_folder(job), ignore_errors=True)
+        return saved
+
+    def _result(
+        self, trainer: Any, progress: _Progress, seconds: float,
+        held_out: tuple[float, float] | None, answer: TunedAnswer | None, saved: list[str],
+    ) -> FinetuneResult:  # fmt: skip
+        import onefold
+        from onefold.app.train.memory_table import measure
+        from onefold.engine.registry import engine_of
+
+        report = onefold.report(self.module)
+        own = measure(engine_of(self.module).recipe, report)
+        memory = [
+            replace(measured, rank=rank)
+            for rank, measured in enumerate(self.world.group.gather(own))
+        ]
+        return FinetuneResult(
+            way=self.way, steps=trainer.state.global_step, losses=progress.losses,
+            held_out=held_out, answer=answer, seconds=seconds,
+            num_parameters=sum(p.numel() for p in self.module.parameters()),
+            num_trained=sum(p.numel() for p in self.module.parameters() if p.requires_grad),
+            memory=memory, saved=saved, stopped_by=progress.stopped_by,
+        )  # fmt: skip
+
+
+def _precision_of(word: Any) -> Any:
+    from onefold.config import precision_of
+
+    return precision_of(word)
+
+
+def _work_folder(job: FinetuneJob) -> Path:
+    """Return where all ranks put what is on its way into `out`; it does not stay."""
+    out = Path(job.out).absolute()
+    return out.with_name(f".{out.name}.draft")
+
+
+def _newest(job: FinetuneJob) -> bool | None:
+    """True where the folder of checkpoints has one to go on from."""
+    return any(Path(job.checkpoint or "").glob("checkpoint-*")) or None
+
+
+class _Progress:
+    """Follows a Trainer: losses and rates to the observer, and a signal into a save."""
+
+    def __init__(self, observer: FinetuneObserver, requests: Any) -> None:
+        self.losses: list[float] = []
+        self.stopped_by = 0
+        self._observer, self._requests = observer, requests
+
+    def callback(self) -> Any:
+        """Return a callback of transformers that reports here."""
+        from transformers import TrainerCallback
+
+        progress = self
+
+        class FinetuneProgress(TrainerCallback):
+            def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                if state.global_step >= state.max_steps:  # Trainer would take one more
+                    wanted = f"--steps above {state.global_step:,d}, those of the checkpoint"
+                    raise ConfigError(wanted, state.max_steps, hint="the run is complete")
+                progress._observer.begin(state.max_steps)
+
+            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                progress._stop(args, state, control)
+
+            def on_log(self, args: Any, state: Any, control: Any, **options: Any) -> None:
+                progress._log(state.global_step, options["logs"])
+
+        return FinetuneProgress()
+
+    def _stop(self, args: Any, state: Any, control: Any) -> None:
+        is_last = state.global_step >= state.max_steps
+        if args.save_strategy != "no" and is_last:
+            control.should_save = True
+        if self._requests.received and not is_last:
+            self.stopped_by = self._requests.received
+            for flag in ("should_save", "should_training_stop"):
+                setattr(control, flag, True)
+
+    def _log(self, step: int, logs: dict[str, Any]) -> None:
+        if "loss" in logs:
+            self.losses.append(float(logs["loss"]))
+            rate = float(logs.get("onefold_tokens_per_s", 0.0))
+            peak = int(logs.get("onefold_peak_bytes", 0))
+            self._observer.advanced(step, self.losses[-1], rate, peak)

@@ -1,0 +1,322 @@
+"""`onefold finetune`: rows, refusals, adapters, and runs as a user meets them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from onefold.app.cli.main import main
+from onefold.app.finetune.merge import merge_adapter
+from onefold.app.finetune.row_file import open_rows
+from onefold.errors import CheckpointError, ConfigError
+from tests.support.commands import begin
+from tests.support.commands import onefold as command
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+pytest.importorskip("trl")
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*")
+"""transformers 5.23 renames what PEFT and TRL still use."""
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune_model.py"
+SMALL = ("--batch", "2", "--seq", "48", "--sample", "4", "--lr", "3e-3")
+
+
+# rows
+
+
+def written(folder: Path, *rows: Any) -> Path:
+    path = folder / "rows.jsonl"
+    path.write_text(
+        "".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows)
+    )
+    return path
+
+
+TEXT = {"text": "a b c"}
+PAIR = {"prompt": "2 + 2 =", "completion": " 4"}
+CHAT = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
+CHAT_PAIR = {"prompt": CHAT["messages"][:1], "completion": CHAT["messages"][1:]}
+
+
+@pytest.mark.parametrize(
+    ("row", "kind", "is_chat"),
+    [(TEXT, "text", False), (PAIR, "prompt", False), (CHAT, "messages", True),
+     (CHAT_PAIR, "prompt", True)],
+)  # fmt: skip
+def test_rows_of_each_kind_are_read_without_other_columns(tmp_path, row, kind, is_chat):
+    rows = open_rows(written(tmp_path, {"id": 1, **row}, "\n", row, row))
+    assert (rows.kind, rows.is_chat) == (kind, is_chat)
+    assert list(rows.read([0, 2])) == [row, row]
+    assert [number for _, number in rows.places] == [1, 3, 4], "empty lines have numbers"
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ("{\n", r"line 3 of .* to be JSON"),
+        ("[1]\n", "to be a JSON object, got list"),
+        ({"body": "x"}, "line 3 .*'text', 'prompt'.*got 'body'"),
+        ({"text": ""}, "'text' in line 3 .* to be text, got nothing"),
+        ({"text": 5}, "to be text, got 5"),
+        ({"prompt": "x"}, "line 3 .* to have 'completion' too"),
+        (PAIR, "line 3 .* kind of the rows before, text, got prompt and completion"),
+        ({"messages": []}, "messages with a role"),
+        ({"messages": [{"role": "user"}]}, "messages with content"),
+        ({"messages": "hello"}, "to be a list of messages"),
+        ({"prompt": "x", "completion": CHAT["messages"]}, "prompt and completion of line 3"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_and_line(tmp_path, bad, words):
+    with pytest.raises(ConfigError, match=f"(?s){words}"):
+        open_rows(written(tmp_path, TEXT, TEXT, bad, TEXT))
+
+
+def test_a_file_that_is_not_there_or_has_one_row_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="No such file"):
+        open_rows(tmp_path / "none.jsonl")
+    with pytest.raises(ConfigError, match="at least 2 rows"):
+        open_rows(written(tmp_path, TEXT))
+
+
+def test_held_out_rows_are_apart_from_those_that_train_and_the_same_for_a_seed(tmp_path):
+    rows = open_rows(written(tmp_path, *[{"text": str(i)} for i in range(40)]))
+    train, held_out = rows.split(0.1, seed=3)
+    assert len(held_out) == 4
+    assert sorted(train + held_out) == list(range(40))
+    assert rows.split(0.1, seed=3) == (train, held_out) != rows.split(0.1, seed=4)
+    assert rows.split(0.001, seed=0)[1], "one, where a share is asked for"
+    assert not rows.split(0, seed=0)[1]
+
+
+def test_rows_of_more_tokens_are_counted_and_the_first_named(tmp_path):
+    rows = open_rows(written(tmp_path, TEXT, {"text": "a " * 30}, TEXT, {"text": "b " * 40}))
+    assert rows.longer_than(20, lambda row: len(row["text"].split())) == (2, 2)
+    assert rows.longer_than(50, lambda row: len(row["text"].split())) == (0, 0)
+
+
+# adapters
+
+
+def test_a_merged_model_is_the_one_that_peft_merges(tmp_path):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1,
+    )  # fmt: skip
+    base = transformers.LlamaForCausalLM(config)
+    base.save_pretrained(tmp_path / "base", max_shard_size="10KB")
+    options = peft.LoraConfig(r=3, lora_alpha=5, target_modules="all-linear",
+                              init_lora_weights=False)  # fmt: skip
+    adapted = peft.get_peft_model(base, options)
+    adapted.save_pretrained(tmp_path / "adapter")
+    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
+    wanted = adapted.merge_and_unload().state_dict()
+    found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
+
+
+def test_an_adapter_of_another_base_is_refused_and_leaves_nothing(tmp_path):
+    for name in ("base", "adapter"):
+        (tmp_path / name).mkdir()
+    save_file({"head.weight": torch.zeros(2, 2)}, tmp_path / "base/model.safetensors")
+    factors = {f"base_model.model.other.lora_{x}.weight": torch.zeros(2, 2) for x in "AB"}
+    save_file(factors, tmp_path / "adapter/adapter_model.safetensors")
+    (tmp_path / "adapter/adapter_config.json").write_text('{"r": 2, "lora_alpha": 4}')
+    with pytest.raises(CheckpointError, match=r"no 'other\.weight'"):
+        merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
+    assert {path.name for path in tmp_path.iterdir()} == {"base", "adapter"}
+
+
+# refusals, before a rank starts
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, its tokenizer and chats, as the example makes them."""
+    folder = tmp_path_factory.mktemp("finetune")
+    with mock.patch.object(sys, "argv", [str(EXAMPLE), str(folder)]):
+        runpy.run_path(str(EXAMPLE))
+    return folder
+
+
+@pytest.fixture
+def work(made: Path, tmp_path: Path) -> Path:
+    """A copy with rows of each kind."""
+    for name in ("model", "chats.jsonl"):
+        (tmp_path / name).symlink_to(made / name)
+    lines = (made / "chats.jsonl").read_text().splitlines()
+    chats = [json.loads(line)["messages"] for line in lines[:60]]
+    for name, row in (
+        ("text", lambda asked, answer: {"text": f"{asked}: {answer}"}),
+        ("pairs", lambda asked, answer: {"prompt": f"{asked}: ", "completion": answer}),
+    ):
+        texts = (json.dumps(row(a["content"], b["content"])) for a, b in chats)
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(texts))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--model", "nowhere"], "config.json and safetensors files in --model 'nowhere'"),
+        (["--data", "none.jsonl"], "No such file"),
+        (["--out", "model"], "no folder at --out 'model'"),
+        (["--merge"], r"--lora R with --merge, got none"),
+        (["--rest", "int4"], r"--lora R with --rest"),
+        (["--resume"], "--checkpoint with --resume"),
+        (["--use_peft"], r"here it is --lora 16"),
+        (["--load_in_4bit"], r"here it is --lora 16 --rest int4"),
+        (["--lerning-rate", "1"], r"did you mean"),
+        (["--max_steps", "0"], "a whole number of at least 1"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_a_rank_starts(work, monkeypatch, capsys, flags, words):
+    monkeypatch.chdir(work)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_ERROR_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    given = {"--model": "model", "--data": "text.jsonl", "--out": "tuned"}
+    more = [flag for flag in flags if flag not in given]
+    if flags[0] in given:
+        given[flags[0]], more = flags[1], []
+    assert main(["finetune", *(word for pair in given.items() for word in pair), *more]) == 2
+    assert re.search(words, capsys.readouterr().err)
+
+
+# runs
+
+
+def result_of(work: Path, *flags: str) -> dict[str, Any]:
+    done = command("finetune", "--model", "model", *SMALL, *flags, "--json", cwd=work)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.process
+def test_adapters_on_a_quantized_base_are_saved_and_merged(work):
+    """From meta: no rank holds the base whole, and PEFT opens the adapter."""
+    found = result_of(
+        work, "--data", "chats.jsonl", "--out", "tuned", "--steps", "4", "--lora", "2", "--merge",
+        "--stage", "3", "--rest", "int8", "--lr", "1e-2",
+    )  # fmt: skip
+    before, after = found["held_out"]
+    assert after < before
+    assert found["way"]["stage"] == 3
+    assert found["num_trained"] < found["num_parameters"] / 10
+    assert all(rank["total_peak"] <= found["way"]["peak_nbytes"] for rank in found["memory"])
+    base = transformers.AutoModelForCausalLM.from_pretrained(work / "model")
+    adapted = peft.PeftModel.from_pretrained(base, work / "tuned").merge_and_unload()
+    merged = transformers.AutoModelForCausalLM.from_pretrained(work / "tuned-merged")
+    state = merged.state_dict()
+    for name, value in adapted.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
+    left = {path.name for path in work.iterdir() if path.name.startswith(".")}
+    assert not left
+
+
+@pytest.mark.process
+@pytest.mark.again(
+    "tests/app/test_finetune.py::test_adapters_on_a_quantized_base_are_saved_and_merged"
+)
+def test_a_run_that_is_stopped_goes_on_as_if_it_never_was(work):
+    flags = ("--data", "pairs.jsonl", "--steps", "8", "--checkpoint")
+    whole = result_of(work, *flags, "whole", "--out", "whole-out", "--every", "3")
+    started = begin(
+        "finetune", "--model", "model", *SMALL, *flags, "cut", "--out", "cut-out", "--every", "1",
+        cwd=work,
+    )  # fmt: skip
+    while not (work / "cut/checkpoint-2").exists():
+        time.sleep(0.05)
+    os.kill(started.pid, signal.SIGTERM)
+    stopped = started.end()
+    assert stopped.returncode == 128 + signal.SIGTERM, stopped.stderr
+    assert "--resume goes on there" in stopped.stderr
+    assert not (work / "cut-out").exists()
+    resumed = result_of(work, *flags, "cut", "--out", "cut-out", "--resume")
+    assert resumed["losses"] == whole["losses"][-len(resumed["losses"]) :]
+    assert resumed["losses"]
+    weights = [load_file(work / out / "model.safetensors") for out in ("whole-out", "cut-out")]
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+    shutil.rmtree(work / "cut-out")
+    flags = (*SMALL, *flags, "cut", "--out", "cut-out", "--resume", "--ranks", "3")
+    done = command("finetune", "--model", "model", *flags, cwd=work)
+    assert done.returncode == 2
+    assert "--steps above 8" in done.stderr
+
+
+@pytest.mark.process
+@pytest.mark.again(
+    "tests/app/test_finetune.py::test_adapters_on_a_quantized_base_are_saved_and_merged"
+)
+def test_texts_train_at_the_losses_of_plain_trl(work):
+    """One rank, all weights, packed or not."""
+    found = result_of(work, "--data", "text.jsonl", "--out", "out", "--steps", "3", "--ranks", "1",
+                      "--held-out", "0")  # fmt: skip
+    import datasets
+    import trl
+
+    rows = open_rows(work / "text.jsonl")
+    train, _ = rows.split(0, 0)
+    args = trl.SFTConfig(
+        str(work / "plain"), max_steps=3, per_device_train_batch_size=2, learning_rate=3e-3,
+        lr_scheduler_type="cosine", warmup_steps=0.03, max_length=48, logging_steps=1, bf16=False,
+        use_cpu=True, save_strategy="no", report_to="none", disable_tqdm=True, seed=0,
+        gradient_checkpointing=False,
+    )  # fmt: skip
+    trainer = trl.SFTTrainer(
+        transformers.AutoModelForCausalLM.from_pretrained(work / "model"), args=args,
+        train_dataset=datasets.Dataset.from_list(list(rows.read(train))),
+        processing_class=transformers.AutoTokenizer.from_pretrained(work / "model"),
+    )  # fmt: skip
+    trainer.train()
+    wanted = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert found["losses"] == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda model: (model / "tokenizer.json").unlink(), "a tokenizer in --model"),
+        (lambda model: (model / "chat_template.jinja").unlink(), "a chat template"),
+        (lambda model: encoder(model / "config.json"), "a model that continues text"),
+    ],
+)
+def test_a_folder_that_cannot_be_tuned_on_chats_is_named(work, change, words, monkeypatch):
+    from onefold.app.finetune.choices import FinetuneJob
+    from onefold.app.finetune.tuning import FinetuneObserver, finetune
+    from onefold.wire.collectives import Group
+    from onefold.wire.world import World
+
+    source = (work / "model").resolve()
+    (work / "model").unlink()
+    shutil.copytree(source, work / "model")
+    for name in ("tokenizer_config.json",) if "tokenizer in" in words else ():
+        (work / "model" / name).unlink()
+    change(work / "model")
+    monkeypatch.chdir(work)
+    job = FinetuneJob(model="model", data="chats.jsonl", out="tuned", seq=48)
+    with pytest.raises(ConfigError, match=words):
+        finetune(job, open_rows(Path(job.data)), World(Group.of(None), torch.device("cpu")),
+                 FinetuneObserver())  # fmt: skip
+
+
+def encoder(path: Path) -> None:
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "architectures": ["LlamaModel"]}))
