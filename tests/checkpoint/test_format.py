@@ -98,7 +98,7 @@ def test_a_folder_for_dcp_has_all_that_fsdp2_and_torchs_converter_read(saved, tm
 
     def body(rank):
         module, optimizer = trained(stage=2)
-        assert onefold.load(tmp_path / "dcp", module, optimizer) is None
+        assert onefold.load(tmp_path / "dcp", module, optimizer) == {}
         return onefold.full_state_dict(module, rank0_only=False)
 
     found = run_ranks(3, body)[0]

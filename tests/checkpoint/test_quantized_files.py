@@ -231,3 +231,107 @@ def test_an_export_of_dequantized_weights_names_no_quantization(tmp_path):
     onefold.shard(module)
     onefold.save_pretrained(module, tmp_path / "out")
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+# numbers of 4 bits
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_mxfp4_experts_are_those_that_transformers_dequantizes(tmp_path, world_size):
+    transformers = pytest.importorskip("transformers")
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    config = transformers.GptOssConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+        head_dim=16, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model: Any = transformers.GptOssForCausalLM(config)
+    wanted, files = dict(model.state_dict()), Files()
+    for name, value in wanted.items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            files[name] = value.clone()
+            continue
+        experts, columns, rows = value.shape
+        files[f"{name}_blocks"] = torch.randint(
+            0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8
+        )
+        files[f"{name}_scales"] = torch.randint(
+            120, 130, (experts, rows, columns // 32), dtype=torch.uint8
+        )
+        wanted[name] = convert_moe_packed_tensors(
+            files[f"{name}_blocks"], files[f"{name}_scales"], dtype=torch.float32
+        )
+    save_file(files, tmp_path / "model.safetensors")
+    about = {"quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    with torch.device("meta"):
+        modules = [transformers.GptOssForCausalLM(config) for _ in range(world_size)]
+
+    def body(rank: int) -> Any:
+        onefold.load_pretrained(modules[rank], tmp_path)
+        onefold.shard(modules[rank])
+        return onefold.full_state_dict(modules[rank])
+
+    found = run_ranks(world_size, body)[0]
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_four_bits_of_bitsandbytes_are_those_that_it_dequantizes(tmp_path, kind, nested):
+    """Rows are whole blocks: of others bitsandbytes 0.50.2 on a CPU gives other numbers."""
+    bnb = pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    files, wanted = Files(), Files()
+    for name, shape in {"up": (96, 64), "down": (65, 128)}.items():
+        plain = nn.Linear(shape[1], shape[0])
+        part = bnb.nn.Linear4bit(shape[1], shape[0], quant_type=kind, compress_statistics=nested)
+        part.load_state_dict(plain.state_dict())
+        part = part.to("cpu")
+        files |= {f"{name}.{key}": value.clone() for key, value in part.state_dict().items()}
+        weight = part.weight
+        wanted[f"{name}.weight"] = bnb.functional.dequantize_4bit(weight.data, weight.quant_state)
+        wanted[f"{name}.bias"] = part.bias.detach()
+    save_file(files, tmp_path / "model.safetensors")
+
+    def body(rank: int) -> Any:
+        with torch.device("meta"):
+            module = nn.ModuleDict({"up": nn.Linear(64, 96), "down": nn.Linear(128, 65)})
+        onefold.load_pretrained(module, tmp_path)
+        onefold.shard(module)
+        return onefold.full_state_dict(module)
+
+    found = run_ranks(3, body)[0]
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value.float(), rtol=1e-6, atol=1e-7)
+
+
+def lost_absmax(files: Files) -> None:
+    files["up.weight.absmax"] = files["up.weight.absmax"][:-1].clone()
+
+
+def lying_shape(files: Files) -> None:
+    (name,) = [name for name in files if "quant_state" in name]
+    about = json.loads(bytes(files[name].tolist())) | {"shape": [1 << 40, 64]}
+    files[name] = torch.tensor(list(json.dumps(about).encode()), dtype=torch.uint8)
+
+
+def no_note(files: Files) -> None:
+    (name,) = [name for name in files if "quant_state" in name]
+    files[name] = torch.tensor(list(b"{"), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("change", [lost_absmax, lying_shape, no_note])
+def test_parts_of_four_bits_that_do_not_fit_are_named(tmp_path, change):
+    bnb = pytest.importorskip("bitsandbytes")
+    part = bnb.nn.Linear4bit(64, 96, bias=False, quant_type="nf4")
+    part.load_state_dict(nn.Linear(64, 96, bias=False).state_dict())
+    files = {f"up.{key}": value.clone() for key, value in part.to("cpu").state_dict().items()}
+    change(files)
+    save_file(files, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        module = nn.ModuleDict({"up": nn.Linear(64, 96, bias=False)})
+    with pytest.raises(CheckpointError, match=r"parts of 'up\.weight'"):
+        onefold.load_pretrained(module, tmp_path)

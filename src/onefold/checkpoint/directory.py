@@ -150,7 +150,7 @@ def look_in(directory: Path, peers: Peers) -> tuple[list[Found], list[str]]:
     """
     if not directory.exists():
         return [], []
-    if not directory.is_dir():
+    if not directory.is_dir() and _peer_of(directory, peers) is None:
         raise _none(directory, "a file")
     if not _is_checkpoint(directory, peers):
         return _checkpoints_in(directory, peers)
@@ -158,6 +158,11 @@ def look_in(directory: Path, peers: Peers) -> tuple[list[Found], list[str]]:
         return [_complete(directory, peers)], []
     except CheckpointError as error:
         return [], [f"{directory.name}: {str(error).splitlines()[0]}"]
+
+
+def files_of(path: Path) -> list[Path]:
+    """Return the files of a folder, or the file."""
+    return [path] if path.is_file() else [each for each in path.iterdir() if each.is_file()]
 
 
 def _is_checkpoint(directory: Path, peers: Peers) -> bool:

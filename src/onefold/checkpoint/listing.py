@@ -31,6 +31,7 @@ from onefold.checkpoint.safetensors import DTYPES, SUFFIX, header_at
 
 MODEL, MASTER, OPTIM, RANK = "model", "master", "optim", "rank"
 GRAD, PARTIAL, COMPANION = "grad", "partial", "companion"
+EXTRA = "extra"
 
 OFFSETS_KEY, SHAPE_KEY = "saved_offsets", "shape"
 PIECES_KEY = "DCP_SHARDING_INFO"
@@ -120,6 +121,23 @@ class PieceStore(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class OptimizerNames:
+    """An optimizer: its class, the names in each param group, and the settings that it has."""
+
+    kind: str
+    groups: list[list[str]]
+    settings: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleNames:
+    """What a checkpoint is loaded into: all names of weights and buffers, and its optimizers."""
+
+    weights: frozenset[str]
+    optimizers: list[OptimizerNames]
+
+
 class PeerFormat(Protocol):
     """Checkpoints that another program writes. `onefold.foreign` has them; `api` hands them in."""
 
@@ -138,6 +156,15 @@ class PeerFormat(Protocol):
         """Read what a checkpoint holds. Raises `CheckpointError` where it contradicts itself.
 
         `is_verified`: a manifest of ours has checksums of `files`.
+        """
+        ...
+
+    def arrange(
+        self, listing: Listing, store: PieceStore, names: ModuleNames | None
+    ) -> tuple[Listing, PieceStore]:
+        """Return the content under our keys, for a module of these names; the rest under EXTRA.
+
+        Raises `CheckpointError`: another module or optimizer. `names`: None where there is none.
         """
         ...
 

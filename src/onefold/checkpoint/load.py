@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_iter
 from onefold.checkpoint.agreement import Damaged, collect, together
 from onefold.checkpoint.contents import restore_random_states
 from onefold.checkpoint.directory import Found, Peers, find, look_in
+from onefold.checkpoint.listing import ModuleNames, OptimizerNames
 from onefold.checkpoint.save import finish_pending
 from onefold.checkpoint.source import Source, open_source, spread_ties, unstack
 from onefold.checkpoint.stages import Modules, Optimizers, ShardedModel, Stages
@@ -111,7 +112,10 @@ def _load(loading: _Loading, checkpoint: Found) -> Any:
         models = [model.trainable() for model in models]
 
     def compare() -> tuple[Source, dict[str, Any], list[Targets]]:
-        source = spread_ties(open_source(checkpoint))
+        source = open_source(checkpoint)
+        if checkpoint.peer is not None:
+            source = source.arranged(_module_names(models))
+        source = spread_ties(source)
         source = unstack(source, {p.fqn for model in models for p in model.parameters()})
         number = models[0].rank % source.saved_ranks
         of_rank = source.rank_state(number)
@@ -135,7 +139,25 @@ def _load(loading: _Loading, checkpoint: Found) -> Any:
             for name, saved in of_rank["buffers"].items():
                 if name in buffers:
                     buffers[name].copy_(saved)
-    return of_rank.get("extra")  # None of another library
+    if checkpoint.peer is not None and checkpoint.manifest is None:
+        return source.extra()
+    return of_rank.get("extra")
+
+
+def _module_names(models: Sequence[ShardedModel]) -> ModuleNames:
+    """Return what a checkpoint of another program is arranged for."""
+    weights = {name for model in models for name in model.all_names()}
+    weights |= {name for model in models for name in (*model.buffers(), *model.aliases())}
+    optimizers = []
+    for model in models:
+        for optimizer in model.optimizers:
+            groups = [
+                [model.parameter(tensor).fqn for tensor in group["params"]]
+                for group in optimizer.param_groups
+            ]
+            settings = frozenset(optimizer.defaults)
+            optimizers.append(OptimizerNames(type(optimizer).__name__, groups, settings))
+    return ModuleNames(frozenset(weights), optimizers)
 
 
 def _check_own(

@@ -13,7 +13,7 @@ import torch
 from onefold.checkpoint import safetensors
 from onefold.checkpoint.agreement import as_checkpoint_error
 from onefold.checkpoint.checked_files import BlockReader
-from onefold.checkpoint.directory import Draft, Found, Manifest, Peers, find
+from onefold.checkpoint.directory import Draft, Found, Peers, files_of, find
 from onefold.checkpoint.listing import (
     COMPANION,
     GRAD,
@@ -28,8 +28,10 @@ from onefold.checkpoint.listing import (
     SavedTensor,
     Wanted,
 )
+from onefold.checkpoint.mosaics import Mosaic
+from onefold.checkpoint.names_in_files import empty_model, ignored, tied_source, written_as
 from onefold.checkpoint.packed_weights import is_offset, packed_among
-from onefold.checkpoint.pretrained import begin, write_small_files
+from onefold.checkpoint.pretrained import begin, write_box, write_small_files
 from onefold.checkpoint.source import Source, open_source
 from onefold.errors import CheckpointError
 from onefold.layout.cut import spans_of
@@ -43,7 +45,7 @@ class Exported:
     """The checkpoint that was exported, and the files that were written, with their bytes."""
 
     source: Path
-    step: int
+    step: int | None  # None: another program has not said
     files: dict[str, int]
     num_tensors: int
 
@@ -58,15 +60,21 @@ def export(
 ) -> Exported:
     """Write the weights of a checkpoint as `AutoModel.from_pretrained` reads them.
 
-    Needs one process and no process group. Every byte read passes its checksum. `dtype` casts
+    With transformers, names and layouts are those that it writes for the model of the checkpoint's
+    configuration; else those of the module.
+
+    Needs one process and no process group. Every byte read passes its checksum, if Onefold has
+    saved it. `dtype` casts
     floating-point weights, from masters where they are wider; None keeps the weights' dtype. Tied
     weights are written once; `config.json` is written if the checkpoint has one.
 
     Raises: CheckpointError: nothing to export, damage, a target that exists, a full disk.
     """
-    saved, manifest = open_verified(Path(source), peers)
-    weights = dict(weights_of(saved, dtype))
-    outputs = safetensors.plan_outputs(weights.values(), max_shard_nbytes)
+    saved = open_exported(Path(source), peers)
+    config = saved.manifest.config if saved.manifest is not None else None
+    weights, moved = _in_files(config, dict(weights_of(saved, dtype)))
+    entries = [*weights.values(), *(entry for entry, _ in moved)]
+    outputs = safetensors.plan_outputs(entries, max_shard_nbytes)
     draft = Draft(Path(os.path.abspath(target)))
     draft.check()
     try:
@@ -78,27 +86,50 @@ def export(
                 with saved.store.open_file(name, wanted) as file:
                     for fqn, piece in own:
                         _copy_piece(file, piece, saved.tensors[fqn], weights[fqn], writer)
+            for entry, mosaic in moved:
+                for move in mosaic.moves():
+                    values = saved.read_box(move.source, move.origin).to(entry.dtype)
+                    write_box(writer, entry, move.box, move.shaped(values))
             writer.finish()
-        write_small_files(draft.folder, outputs, manifest.config)
+        write_small_files(draft.folder, outputs, config)
         draft.publish()
     except (OSError, CheckpointError) as error:
         draft.abandon()
         raise as_checkpoint_error(error) from error
     files = {output.name: output.nbytes for output in outputs}
-    return Exported(saved.path, manifest.step, files, len(weights))
+    return Exported(saved.path, saved.step, files, len(entries))
 
 
-def open_verified(directory: Path, peers: Peers) -> tuple[Source, Manifest]:
-    """Open the checkpoint `directory`, or the newest complete one in it, to export it.
+def _in_files(
+    config: dict[str, Any] | None, weights: dict[str, safetensors.TensorEntry]
+) -> tuple[dict[str, safetensors.TensorEntry], list[tuple[safetensors.TensorEntry, Mosaic]]]:
+    """Return weights under the names that transformers gives them, and those in another layout.
 
-    Raises `CheckpointError` for one of another program, which has no manifest.
+    Without transformers, or a configuration of its, weights keep the names of the module.
     """
-    saved = _opened(directory, peers)
-    if saved.manifest is None:
-        wanted = f"a checkpoint of onefold.save at {str(saved.path)!r}"
-        hint = "torch.distributed.checkpoint.format_utils.dcp_to_torch_save converts others"
-        raise CheckpointError(wanted, "one without manifest.json", hint=hint)
-    return saved, saved.manifest
+    module = empty_model(config)
+    if module is None:
+        return weights, []
+    named = {
+        tied_source(module, entry.name): Mosaic.of(name, entry.shape, entry.dtype)
+        for name, entry in weights.items()
+    }
+    for name in ignored(module, "_keys_to_ignore_on_save"):
+        named.pop(name, None)
+    plain, moved = dict[str, safetensors.TensorEntry](), []
+    for name, mosaic in written_as(module, named).items():
+        entry = safetensors.TensorEntry(name, tuple(mosaic.shape), mosaic.dtype)
+        source = mosaic.whole_source
+        if source is not None and source not in plain:
+            plain[source] = entry
+        else:
+            moved.append((entry, mosaic))
+    return plain, moved
+
+
+def open_exported(directory: Path, peers: Peers) -> Source:
+    """Open the checkpoint `directory`, or the newest complete one in it, to export it."""
+    return _opened(directory, peers).arranged(None)
 
 
 def _opened(directory: Path, peers: Peers) -> Source:
@@ -183,7 +214,7 @@ def inspect(directory: Path, peers: Peers = (), *, verify: bool) -> Inspection:
 
     Raises: CheckpointError: nothing there, or damaged, with the file's name.
     """
-    source = _opened(directory, peers)
+    source = _opened(directory, peers).arranged(None)
     manifest = source.manifest
     if verify and manifest is not None:
         for name, record in manifest.files.items():
@@ -192,8 +223,8 @@ def inspect(directory: Path, peers: Peers = (), *, verify: bool) -> Inspection:
     named = [(source.paths[name], saved) for name, saved in source.tensors.items()]
     tensors = [_row(keys, saved) for keys, saved in named if keys[0] != RANK]  # inside of objects
     is_verified = verify and manifest is not None
-    extra = source.rank_state(0).get("extra") if manifest is not None else None
-    files = {p.name: p.stat().st_size for p in sorted(source.path.iterdir()) if p.is_file()}
+    extra = source.saved_extra()
+    files = {p.name: p.stat().st_size for p in sorted(files_of(source.path))}
     return Inspection(source.found, tensors, [*source.objects], extra, files, is_verified)
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
+from collections import defaultdict
 from collections.abc import Iterator
-from itertools import chain
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,30 +21,23 @@ from torch.distributed.tensor import DTensor
 from onefold.checkpoint import safetensors
 from onefold.checkpoint.agreement import (
     first,
-    refuse_mismatches,
     same_directory,
-    shape_mismatches,
     together,
 )
 from onefold.checkpoint.contents import config_of
 from onefold.checkpoint.directory import Draft
-from onefold.checkpoint.growing import HINT_SIZED, make_room, sized_by_modules
-from onefold.checkpoint.packed_weights import (
-    is_note,
-    is_offset,
-    offset_in,
-    offset_of,
-    refuse_quantized,
-)
-from onefold.checkpoint.scales import QuantizedFiles, Scales
-from onefold.checkpoint.stages import ShardedModel, persistent_buffers
+from onefold.checkpoint.mosaics import Mosaic, Move
+from onefold.checkpoint.names_in_files import ignored, tied_source, written_as
+from onefold.checkpoint.packed_weights import is_offset, refuse_quantized
+from onefold.checkpoint.promised_values import Pretrained
+from onefold.checkpoint.stages import ShardedModel
 from onefold.engine.registry import engine_of, find_engine
-from onefold.errors import CheckpointError, StateError, listed
+from onefold.errors import CheckpointError, StateError
 from onefold.layout import packed
 from onefold.layout.cut import Box, spans_of
 from onefold.layout.module_tree import uncompiled
 from onefold.unit.decoded import DecodedWeight
-from onefold.unit.init import PROMISED
+from onefold.unit.promises import promise
 
 
 def save_pretrained(
@@ -52,6 +45,7 @@ def save_pretrained(
     directory: str | os.PathLike[str],
     *,
     max_shard_nbytes: int = safetensors.MAX_SHARD_NBYTES,
+    original_names: bool = True,
 ) -> None:
     """Write a sharded module's weights as `AutoModel.from_pretrained` reads them. A collective.
 
@@ -59,15 +53,24 @@ def save_pretrained(
     `config.json` if the module has a `config`. Weights keep their dtype; tied weights are written
     once; persistent buffers are those of rank 0. Complete or absent, as `onefold.save`.
 
+    Args:
+        module: one that `shard` has sharded.
+        directory: a new folder.
+        max_shard_nbytes: bytes of a file, at most, unless one tensor has more.
+        original_names: of a model of transformers write the names and layouts that its own
+            `save_pretrained` would write, which other programs read. False: the module's names.
+
     Raises: CheckpointError, on every rank: the directory exists or cannot be written.
     """
     plain = uncompiled(module)
-    write_pretrained(ShardedModel(engine_of(plain), plain), directory, max_shard_nbytes)
+    model = ShardedModel(engine_of(plain), plain)
+    write_pretrained(model, directory, max_shard_nbytes, original_names=original_names)
 
 
 def write_pretrained(
-    model: ShardedModel, directory: str | os.PathLike[str], max_shard_nbytes: int
-) -> None:
+    model: ShardedModel, directory: str | os.PathLike[str], max_shard_nbytes: int,
+    *, original_names: bool = True,
+) -> None:  # fmt: skip
     """See `save_pretrained`. With `model.names` this writes those parameters, and no buffers."""
     everyone = model.engine.context.everyone
 
@@ -83,7 +86,8 @@ def write_pretrained(
     same_directory(everyone, prepare, hint="every rank writes into the same files")
     model.engine.context.compare_logs(waits=True)  # mixed weights would replace good ones
     draft = Draft(Path(os.path.abspath(directory)))
-    outputs = safetensors.plan_outputs(_entries(model), max_shard_nbytes)
+    written = together(everyone, lambda: _Written.of(model, original_names=original_names))
+    outputs = safetensors.plan_outputs(written.entries, max_shard_nbytes)
 
     def publish() -> None:
         write_small_files(draft.folder, outputs, config_of(model.module))
@@ -95,7 +99,7 @@ def write_pretrained(
 
     try:
         first(everyone, lambda: begin(draft, outputs))
-        together(everyone, lambda: _write_own(model, draft.folder, outputs))
+        together(everyone, lambda: _write_own(model, draft.folder, outputs, written))
         first(everyone, publish)
     except BaseException:
         draft.abandon()
@@ -119,18 +123,66 @@ def write_small_files(
         (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def _entries(model: ShardedModel) -> list[safetensors.TensorEntry]:
-    """Return every tensor once, in the module's order."""
-    by_name = {p.fqn: p for p in model.parameters()}
-    entries = [
-        safetensors.TensorEntry(name, by_name[name].shape, by_name[name].unit.dtype)
-        for name in _names_of(model)
-        if name in by_name
-    ]
-    buffers = {} if model.names is not None else model.buffers() | model.notes()
-    return entries + [
-        safetensors.TensorEntry(name, tuple(b.shape), b.dtype) for name, b in buffers.items()
-    ]
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What files hold: tensors under their names, and how each of the module's gets there.
+
+    `moves`: by name in the module, the name in the files, the shape there, and the boxes.
+    """
+
+    entries: list[safetensors.TensorEntry]
+    moves: dict[str, list[tuple[safetensors.TensorEntry, Move]]]
+
+    @staticmethod
+    def of(model: ShardedModel, *, original_names: bool) -> _Written:
+        """Lay out every tensor once: parameters in the module's order, then buffers."""
+        module, by_name = model.module, {p.fqn: p for p in model.parameters()}
+        tensors: dict[str, Mosaic] = {}
+        for fqn in _names_of(model):
+            if fqn in by_name:
+                name = tied_source(module, fqn) if original_names else fqn
+                tensors[name] = Mosaic.of(fqn, by_name[fqn].shape, by_name[fqn].unit.dtype)
+        for name, buffer in _buffers(model).items():
+            tensors[name] = Mosaic.of(name, tuple(buffer.shape), buffer.dtype)
+        is_whole = model.names is None and not any(p.spec.is_packed for p in model.parameters())
+        if original_names and is_whole:
+            for name in ignored(module, "_keys_to_ignore_on_save"):
+                tensors.pop(name, None)
+            tensors = written_as(module, tensors)
+        entries, moves = [], defaultdict[str, list[Any]](list)
+        for name, mosaic in tensors.items():
+            entry = safetensors.TensorEntry(name, tuple(mosaic.shape), mosaic.dtype)
+            entries.append(entry)
+            for move in mosaic.moves():
+                moves[move.source].append((entry, move))
+        return _Written(entries, moves)
+
+    def write(self, writer: safetensors.OffsetWriter, name: str, box: Box, rows: Tensor) -> None:
+        """Write a box of one of the module's tensors to its places in files."""
+        for entry, whole in self.moves.get(name, ()):
+            move = whole.of_rows(box)
+            if move is None:
+                continue
+            at = zip(*move.origin, box[0], strict=True)
+            part = rows[tuple(slice(start - own, start - own + n) for start, n, own in at)]
+            write_box(writer, entry, move.box, move.shaped(part))
+
+
+def write_box(
+    writer: safetensors.OffsetWriter, entry: safetensors.TensorEntry, box: Box, values: Tensor
+) -> None:
+    """Write the values of a box of a tensor."""
+    values = values.contiguous()
+    done, data = 0, safetensors.bytes_of(values)
+    for start, stop in spans_of(box, entry.shape):
+        nbytes = (stop - start) * values.itemsize
+        writer.write(entry.name, start * values.itemsize, data[done : done + nbytes])
+        done += nbytes
+
+
+def _buffers(model: ShardedModel) -> dict[str, Tensor]:
+    """Return the buffers and notes that are saved: none with `model.names`."""
+    return {} if model.names is not None else model.buffers() | model.notes()
 
 
 def _names_of(model: ShardedModel) -> Iterator[str]:
@@ -142,22 +194,21 @@ def _names_of(model: ShardedModel) -> Iterator[str]:
             yield parameter.fqn
 
 
-def _write_own(model: ShardedModel, folder: Path, outputs: list[safetensors.Output]) -> None:
+def _write_own(
+    model: ShardedModel, folder: Path, outputs: list[safetensors.Output], written: _Written
+) -> None:
     """Write this rank's rows; ranks that hold the same rows take parameters in turn."""
     with safetensors.OffsetWriter(folder, outputs) as writer:
         for index, parameter in enumerate(model.parameters()):
             if not parameter.is_writer(index) or is_offset(parameter.fqn):
                 continue
             rows = parameter.local.detach().cpu().contiguous()
-            done, data = 0, safetensors.bytes_of(rows)
-            for start, stop in spans_of(parameter.box, parameter.shape):
-                nbytes = (stop - start) * rows.itemsize
-                writer.write(parameter.fqn, start * rows.itemsize, data[done : done + nbytes])
-                done += nbytes
-        buffers = {} if model.names is not None else model.buffers() | model.notes()
+            box = parameter.box
+            written.write(writer, parameter.fqn, box, rows.reshape(box[1]))
         if model.rank == 0:
-            for name, buffer in buffers.items():
-                writer.write(name, 0, safetensors.bytes_of(buffer.detach().cpu().contiguous()))
+            for name, buffer in _buffers(model).items():
+                whole = ((0,) * buffer.dim(), tuple(buffer.shape))
+                written.write(writer, name, whole, buffer.detach().cpu())
         writer.finish()
 
 
@@ -189,7 +240,9 @@ def load_pretrained(
     if engine is None:
         _refuse_packed(plain)
         folder = Path(os.path.abspath(directory))
-        plain.__dict__[PROMISED] = Pretrained(plain, folder, strict=strict)
+        values = Pretrained(plain, folder, strict=strict)
+        promise(plain, values)
+        values.loaded()
         return module
     model = ShardedModel(engine, plain)
 
@@ -201,6 +254,7 @@ def load_pretrained(
     values = together(everyone, prepare)
     engine.context.compare_logs(waits=True)  # of weights that go now
     together(everyone, lambda: _fill(model, values))
+    values.loaded()
     return module
 
 
@@ -224,115 +278,6 @@ def _fill(model: ShardedModel, values: Pretrained) -> None:
     for name, buffer in model.buffers().items():
         if name in values:
             values.fill(name, None, buffer)
-
-
-class Pretrained:
-    """The values in safetensors files of a module's parameters and persistent buffers, by name.
-
-    `model`: the module's engine, where it is sharded already; it has side tables and notes, too.
-    """
-
-    def __init__(
-        self, module: nn.Module, directory: Path, model: ShardedModel | None = None, *,
-        strict: bool = True,
-    ) -> None:  # fmt: skip
-        self.directory = directory
-        self._files = safetensors.PretrainedFiles(directory)
-        self._names: dict[str, str] = {}  # name in the module: name in the files
-        self._scales: dict[str, Scales] = {}  # by name in the files
-        quantized = QuantizedFiles(directory, self._files, is_packed=_is_packed(module, model))
-        wanted: dict[str, tuple[int, ...]] = {}
-        saved: dict[str, tuple[int, ...]] = {}
-        tables = [p for p in model.parameters() if p.is_table] if model else []
-        groups = [([p.fqn], p.slot.shape, False) for p in tables if not is_offset(p.fqn)]
-        sized = {n: s for n in sized_by_modules(module) if (s := self._saved(n)) is not None}
-        for names, shape, is_wide in [*_groups_of_names(module), *groups]:
-            wanted[names[0]] = sized[names[0]][0] if names[0] in sized else shape
-            saved_name = next((name for name in names if name in self._files.places), None)
-            if saved_name is not None:
-                saved[names[0]] = self._files.shape(saved_name)
-                self._names |= dict.fromkeys(names, saved_name)
-                scales = quantized.scales_of(saved_name) if is_wide else None
-                if scales is not None:
-                    self._scales[saved_name] = scales
-        if not strict and (absent := sorted(wanted.keys() - saved.keys())):
-            wanted = {name: shape for name, shape in wanted.items() if name in saved}
-            names = ", ".join(listed(absent))
-            warnings.warn(f"not in the files, so not loaded: {names}", stacklevel=3)
-        notes = model.notes() if model else {}
-        missing = [n for n in notes if is_note(n) and n not in self._files.places]
-        refuse_mismatches(
-            f"the files in {str(directory)!r} to have the parameters of the module",
-            shape_mismatches(wanted, saved, "files")
-            + [f"{name}: in the module, not in the files" for name in missing],
-            hint="build the module from the config.json next to them",
-        )
-        sizing = make_room(module, sized, "files")
-        refuse_mismatches(f"buffers as in {str(directory)!r}", sizing, hint=HINT_SIZED)
-        self._names |= {name: name for name in sized}
-        self._notes = {offset_of(name): name for name in notes if is_note(name)}
-        computed = {name for name, _ in module.named_buffers()}
-        used = self._names.keys() | notes.keys() | {scales.name for scales in self._scales.values()}
-        unused = sorted(self._files.places.keys() - used - computed)
-        if unused:
-            names = ", ".join(listed(unused))
-            warnings.warn(f"not in the module, so not loaded: {names}", stacklevel=3)
-
-    def _saved(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
-        """Return shape and dtype of a tensor in the files; None where they lack it."""
-        if name not in self._files.places:
-            return None
-        return self._files.shape(name), getattr(torch, self._files.where(name)[2], torch.float32)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._names
-
-    def __deepcopy__(self, memo: object) -> Pretrained:
-        """Copies of a module, as a plan makes them, read the same files."""
-        return self
-
-    def where(self, name: str) -> tuple[Path, int, str]:
-        """Return the file of a tensor, the offset of its first byte there, and its dtype's name."""
-        path, offset, dtype = self._files.where(self._names[name])
-        is_exact = self._names[name] not in self._scales
-        return path, offset, dtype if is_exact else f"{dtype} with scales"
-
-    def fill(self, name: str, box: Box | None, out: Tensor) -> None:
-        """Copy a box of `name`, or all of it, into `out`."""
-        if is_offset(name):
-            note = self._notes[name]
-            length = self._files.shape(note)
-            try:
-                out.fill_(offset_in(self._files.box(note, ((0,), length))))
-            except (KeyError, TypeError, ValueError) as error:
-                got, hint = error, "download or save it again"
-                raise CheckpointError(
-                    f"{note!r} to be a note of bitsandbytes", got, hint=hint
-                ) from error
-            return
-        saved_name = self._names[name]
-        if out.numel():
-            box = box or ((0,) * out.dim(), tuple(out.shape))
-            scales = self._scales.get(saved_name)
-            exact = scales.decoded(self._files, saved_name, box) if scales else None
-            out.copy_(self._files.box(saved_name, box) if exact is None else exact)
-
-
-def _is_packed(module: nn.Module, model: ShardedModel | None) -> bool:
-    """True for a module with packed weights, whose files have their bytes."""
-    if model is None:
-        return any(packed.is_packed(parameter) for parameter in module.parameters())
-    return any(parameter.spec.is_packed for parameter in model.parameters())
-
-
-def _groups_of_names(module: nn.Module) -> list[tuple[list[str], tuple[int, ...], bool]]:
-    """Return all names, the shape, and whether it has wide numbers, of each stored tensor."""
-    by_id: dict[int, tuple[list[str], tuple[int, ...], bool]] = {}
-    named = module.named_parameters(remove_duplicate=False)
-    for name, tensor in chain(named, persistent_buffers(module, all_names=True)):
-        is_wide = tensor.is_floating_point() and tensor.itemsize > 1
-        by_id.setdefault(id(tensor), ([], tuple(tensor.shape), is_wide))[0].append(name)
-    return list(by_id.values())
 
 
 def full_state_dict(

@@ -196,6 +196,11 @@ class PretrainedFiles:
         index = tuple(slice(first, first + n) for first, n in zip(offsets, sizes, strict=True))
         return values[index]
 
+    def whole(self, name: str) -> Tensor:
+        """Return all of a tensor."""
+        with _reading(self._directory / self.places[name]):
+            return self._file(name).get_tensor(name)
+
     def where(self, name: str) -> tuple[Path, int, str]:
         """Return the file of a tensor, the offset of its first byte there, and its dtype's name."""
         path = self._directory / self.places[name]

@@ -4,7 +4,8 @@
     NAME_scale         float8 or int8, one scale, one for each row, or one for each block
     SCB                int8, the largest magnitude of each row, for 127 (bitsandbytes)
 
-Other formats are refused by the name of a parameter. Each rank reads the scales of its own box.
+Numbers of 4 bits: four_bits.py. Other formats are refused by the name of a parameter. Each rank
+reads the scales of its own box.
 """
 
 import json
@@ -14,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from onefold.checkpoint.four_bits import FourBits, Mxfp4, find_packed
 from onefold.checkpoint.safetensors import PretrainedFiles
 from onefold.errors import CheckpointError, listed
 from onefold.layout.cut import Box
@@ -21,7 +23,7 @@ from onefold.layout.cut import Box
 BYTES = {"F8_E4M3", "F8_E5M2", "I8"}
 """Codes of dtypes that are read with a scale."""
 WIDE = {"F64", "F32", "F16", "BF16", "C64"}
-METHODS = {"fp8", "fbgemm_fp8", "compressed-tensors", "bitsandbytes", "modelopt"}
+METHODS = {"fp8", "fbgemm_fp8", "compressed-tensors", "bitsandbytes", "modelopt", "mxfp4"}
 """Methods of a `quantization_config` that may write the formats above."""
 HINT = "dequantize the weights with the library that wrote them, and save them in bf16"
 
@@ -56,16 +58,49 @@ class QuantizedFiles:
         self._files = files
         self._config = _config_of(directory)
         method = self._config.get("quant_method")
+        self._packed = {} if is_packed else dict(find_packed(files))
+        self.beside = set() if is_packed else set(filter(self._is_beside, files.places))
+        """Names in the files of numbers that belong to a weight: scales, shapes, formats."""
+        for packed in self._packed.values():
+            self.beside.update(packed.names)
         if self._config and method not in METHODS and not is_packed:
             wanted = f"weights in {str(directory)!r} that are exact, or in 8 bits with scales"
             got = f"a quantization_config of the method {method!r} in config.json"
             raise CheckpointError(wanted, got, hint=HINT)
 
-    def scales_of(self, name: str) -> Scales | None:
-        """Return the scales of a weight; None for one that is exact in the files.
+    @property
+    def places(self) -> list[str]:
+        """The names of weights: packed ones as they are called without their packing."""
+        return sorted((self._files.places.keys() | self._packed.keys()) - self.beside)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a weight, unpacked."""
+        packed = self._packed.get(name)
+        return self._files.shape(name) if packed is None else packed.shape
+
+    def whole(self, name: str) -> Tensor:
+        """Return all of a weight, in exact numbers."""
+        scales, shape = self.scales_of(name), self.shape(name)
+        if scales is None:
+            return self._files.whole(name)
+        return scales.decoded(self._files, name, ((0,) * len(shape), shape))
+
+    def _is_beside(self, name: str) -> bool:
+        for ending in ("_scale_inv", "_scale"):
+            if name.endswith(ending) and name.removesuffix(ending) in self._files.places:
+                return True
+        prefix, _, last = name.rpartition(".")
+        if last in ("SCB", "weight_format"):
+            return f"{prefix}.weight".lstrip(".") in self._files.places
+        return False
+
+    def scales_of(self, name: str) -> Scales | Mxfp4 | FourBits | None:
+        """Return what decodes a weight; None for one that is exact in the files.
 
         Raises: CheckpointError: numbers without scales, or a format that is not read.
         """
+        if name in self._packed:
+            return self._packed[name]
         code, shape = self._files.code(name), self._files.shape(name)
         if code in WIDE:
             return None

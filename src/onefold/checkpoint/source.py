@@ -6,7 +6,7 @@ waits for another.
 
 from __future__ import annotations
 
-import os
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
@@ -18,19 +18,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.tensor import DTensor
 
 from onefold.checkpoint.agreement import believing
 from onefold.checkpoint.checked_files import BlockReader, FileRecord
-from onefold.checkpoint.directory import FORMAT, Found, Manifest
+from onefold.checkpoint.directory import FORMAT, Found, Manifest, files_of
 from onefold.checkpoint.listing import (
     COMPANION,
+    EXTRA,
     MASTER,
     MODEL,
     OPTIM,
     RANK,
     Extents,
     Keys,
+    Listing,
+    ModuleNames,
     Piece,
     PieceFile,
     PieceStore,
@@ -40,7 +44,11 @@ from onefold.checkpoint.listing import (
 )
 from onefold.checkpoint.safetensors import bytes_of
 from onefold.checkpoint.tagged import untagged
-from onefold.errors import CheckpointError
+from onefold.errors import CheckpointError, listed
+from onefold.layout.cut import Box
+
+MOST_EXTRA = 1 << 20
+"""Elements of a tensor that comes back as a part of `extra`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +77,15 @@ class Source:
         return self.found.manifest
 
     @property
+    def step(self) -> int | None:
+        """The optimizer steps that were done; None where another program has not said."""
+        name = f"{EXTRA}.global_steps"
+        if self.manifest is not None:
+            return self.manifest.step
+        step = self.read_object(name) if name in self.objects else None
+        return step if isinstance(step, int) else None
+
+    @property
     def saved_ranks(self) -> int:
         """How many ranks have saved a state of their own; 1 of another library."""
         return max(1, len([name for name in self.objects if name.startswith(f"{RANK}.")]))
@@ -95,9 +112,58 @@ class Source:
                 raise ValueError("'modules' are no dicts")
         return dict(state)
 
+    def arranged(self, names: ModuleNames | None) -> Source:
+        """Return another program's checkpoint under our keys; one of ours as it is."""
+        peer = self.found.peer
+        if peer is None or self.manifest is not None:
+            return self
+        listing = Listing(self.tensors, self.objects, self.paths, self.aliases)
+        with self.believing("the names"):
+            listing, store = peer.arrange(listing, self.store, names)
+        named = listing.tensors, listing.objects, listing.paths, listing.aliases
+        return Source(self.found, self.files, store, *named)
+
+    def saved_extra(self) -> Any:
+        """Read what rank 0 passed to `onefold.save`, or what another program has saved."""
+        return self.extra() if self.manifest is None else self.rank_state(0).get("extra")
+
+    def extra(self) -> dict[str, Any]:
+        """Read what is neither weight nor optimizer, nested as it was saved.
+
+        A warning lists tensors that are too large to be a state, and objects that cannot be read.
+        """
+        values: dict[str, Any] = {}
+        left: list[str] = []
+        for name, path in self.paths.items():
+            if path[0] != EXTRA:
+                continue
+            saved = self.tensors.get(name)
+            if saved is not None and prod(saved.shape) > MOST_EXTRA:
+                left.append(f"{name.removeprefix(f'{EXTRA}.')} of {list(saved.shape)}")
+                continue
+            try:
+                values[name] = self.read_object(name) if saved is None else self._small(name)
+            except CheckpointError as error:
+                left.append(f"{name.removeprefix(f'{EXTRA}.')}: {str(error).splitlines()[0]}")
+        if left:
+            warnings.warn(f"not loaded: {'; '.join(listed(left))}", stacklevel=6)
+        paths = {name: self.paths[name][1:] for name in values}
+        return unflatten_state_dict(values, paths)
+
+    def _small(self, name: str) -> Tensor:
+        value = torch.empty(self.tensors[name].shape, dtype=self.tensors[name].dtype)
+        self.fill({name: value})
+        return value
+
     def believing(self, what: str) -> AbstractContextManager[None]:
         """See `agreement.believing`: `what` is a part of this checkpoint."""
         return believing(f"{what} of checkpoint {str(self.path)!r}")
+
+    def read_box(self, name: str, box: Box) -> Tensor:
+        """Read a box of a tensor."""
+        own = torch.empty(box[1], dtype=self.tensors[name].dtype)
+        read_parts(self.store, list(_parts_of_box(self.tensors[name], own, box[0])))
+        return own
 
     def fill(self, wanted: Mapping[str, Tensor]) -> None:
         """Read tensors in place, by name; of DTensors this rank's pieces. Files come in order."""
@@ -122,6 +188,11 @@ def _parts(name: str, saved: SavedTensor, value: Tensor) -> Iterator[_Part]:
     own = own.detach()
     if saved.row is not None:
         own, offsets = own.unsqueeze(0), (saved.row, *offsets)
+    yield from _parts_of_box(saved, own, offsets)
+
+
+def _parts_of_box(saved: SavedTensor, own: Tensor, offsets: Extents) -> Iterator[_Part]:
+    """Yield the boxes of pieces that make up `own`, which begins at `offsets` of the tensor."""
     if not own.numel():
         return
     for piece in saved.pieces:
@@ -190,8 +261,7 @@ def open_source(found: Found) -> Source:
     """
     path, manifest = found.path, found.manifest
     if manifest is None:
-        entries = [entry for entry in os.scandir(path) if entry.is_file()]
-        files = {entry.name: FileRecord(entry.stat().st_size, "") for entry in entries}
+        files = {p.name: FileRecord(p.stat().st_size, "") for p in files_of(path)}
     else:
         files = manifest.files
     if found.peer is not None:

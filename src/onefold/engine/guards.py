@@ -30,6 +30,9 @@ which ranks would decide apart. Dynamo reads both: without the second it does no
 """
 
 
+SAVES = "save_pretrained"
+
+
 def install(tree: ModuleTree, engine: Engine) -> None:
     """Guard a module and its parts.
 
@@ -57,6 +60,9 @@ def guard_parts(parts: Iterable[nn.Module], engine: Engine) -> None:
             part.register_load_state_dict_pre_hook(partial(_cut_entries, ref(engine)))
             if callable(getattr(part, "resize_token_embeddings", None)):  # of transformers
                 part.__dict__["resize_token_embeddings"] = _refuse_resize
+                is_model = callable(getattr(type(part), "resize_token_embeddings", None))
+                if engine.recipe.is_sharded and is_model:  # PEFT's wrapper saves adapters
+                    part.__dict__[SAVES] = partial(_save_whole, ref(part), ref(engine))
             if is_gathered and (_must_run_together(part, engine) or _drops_layers(part, engine)):
                 part.__dict__.update(GENERATES_TOGETHER)
 
@@ -83,6 +89,21 @@ def _drops_layers(part: nn.Module, engine: Engine) -> bool:
             stacklevel=2,
         )
     return drops
+
+
+def _save_whole(
+    alive: ReferenceType[nn.Module], alive_engine: ReferenceType[Engine], *args: Any, **kwargs: Any
+) -> Any:
+    """`save_pretrained` of a model of transformers, which would write this rank's rows."""
+    part, engine = alive(), alive_engine()
+    has_state = kwargs.get("state_dict") is not None
+    if part is None or engine is None or engine.is_unsharded or has_state:
+        save: Any = getattr(type(part), SAVES)
+        return save(part, *args, **kwargs)
+    hint = "onefold.save_pretrained(model, directory), on every rank; or pass "
+    hint += "state_dict=onefold.full_state_dict(model)"
+    wanted = f"{type(part).__name__}.save_pretrained with unsharded weights"
+    raise StateError(wanted, "a sharded model", where=f"rank {engine.group.rank}", hint=hint)
 
 
 def _refuse_resize(*_: object, **__: object) -> None:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import cast
 
 from torch import nn
 
@@ -23,7 +24,7 @@ from onefold.fit.kept_units import gathered_units, units_to_keep, with_residents
 from onefold.layout.module_tree import ModuleTree
 from onefold.layout.units import UnitPlan, repeated_blocks
 from onefold.recipe import Recipe
-from onefold.unit.init import PROMISED, Values
+from onefold.unit.promises import Values, forget, promise, promised_values
 from onefold.wire.collectives import Group
 from onefold.wire.ranks import Ranks, local_place
 from onefold.wire.together import together
@@ -70,9 +71,9 @@ def recipe_of_stream(
     for _, parameter, *_ in tree.parameters():
         parameter.requires_grad_(False)
     if rest is not None:
-        module.__dict__[PROMISED] = _Unread()
+        promise(module, cast("Values", _Unread()))
         quantize_for_products(module, rest, ranks.device_type)
-        del module.__dict__[PROMISED]
+        forget(tree)
     arguments = examine(tree, None, _tiled(tree, budget, rest, offload), Group.of(None))
     recipe = replace(
         arguments.recipe, world_size=ranks.world_size, local_world_size=ranks.local_world_size,
@@ -107,7 +108,7 @@ def _checked(
 
 def _files_of(tree: ModuleTree, rest: str | None) -> Offload:
     """The folder of the files that the module was promised, for weights that rest in them."""
-    values: Values | None = tree.root.__dict__.get(PROMISED)
+    values = promised_values(tree)
     if values is None or rest is not None:
         got = f"packed weights (rest={rest!r}), which no file has" if rest else "none"
         hint = 'offload="disk:PATH"; "disk" alone reads exact weights from the files that '
