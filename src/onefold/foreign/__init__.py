@@ -6,6 +6,8 @@ Below `api`, which hands `PEERS` to `onefold.checkpoint`: that room knows the pr
 
 from onefold.checkpoint.listing import PeerFormat
 from onefold.foreign.dcp import DcpFormat
+from onefold.foreign.deepspeed import DeepSpeedFormat
+from onefold.foreign.programs import PROGRAMS, ArchiveFormat
 
-PEERS: tuple[PeerFormat, ...] = (DcpFormat(),)
+PEERS: tuple[PeerFormat, ...] = (DeepSpeedFormat(), *PROGRAMS, DcpFormat(), ArchiveFormat())
 """All formats that `onefold.load`, `onefold inspect` and `onefold export` recognise, in order."""

@@ -14,7 +14,7 @@ _HEADER_NBYTES, HEAD_NBYTES = 30, 4096
 _PICKLE, _ELEMENTS = b"archive/data.pkl", b"archive/data/0"
 """The records of a tensor: its description, and its elements. Small records lie between."""
 
-_STORAGES = {
+STORAGES = {
     f"torch.{name}Storage": dtype
     for name, dtype in {
         "Double": torch.float64, "Float": torch.float32, "Half": torch.float16,
@@ -25,7 +25,7 @@ _STORAGES = {
 }  # fmt: skip
 _TENSOR_V2, _TENSOR_V3 = (f"torch._utils._rebuild_tensor_v{version}" for version in (2, 3))
 _ARCHIVE_NAMES = {
-    *_STORAGES, _TENSOR_V2, _TENSOR_V3, "collections.OrderedDict", "torch.storage.UntypedStorage",
+    *STORAGES, _TENSOR_V2, _TENSOR_V3, "collections.OrderedDict", "torch.storage.UntypedStorage",
 }  # fmt: skip
 
 
@@ -46,7 +46,7 @@ def elements_of(reader: BlockReader, piece: Piece, dtype: torch.dtype) -> tuple[
     try:
         storage, first, sizes, strides, *more = tensor.arguments
         _, kind, _, _, numel = storage.arguments
-        saved = more[2] if tensor.kind == _TENSOR_V3 else _STORAGES[kind.name]
+        saved = more[2] if tensor.kind == _TENSOR_V3 else STORAGES[kind.name]
         sizes, strides = sizes_of(sizes), sizes_of(strides)
         is_inside = first + extent_of(sizes, strides) <= numel
     except NOT_OF_BYTES:

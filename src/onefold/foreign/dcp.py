@@ -13,10 +13,20 @@ from typing import Any
 import torch
 
 from onefold.checkpoint.checked_files import BlockReader, FileRecord
-from onefold.checkpoint.listing import Extents, Listing, Piece, PieceFile, PieceStore, Place, Wanted
+from onefold.checkpoint.listing import (
+    Extents,
+    Listing,
+    ModuleNames,
+    Piece,
+    PieceFile,
+    PieceStore,
+    Place,
+    Wanted,
+)
 from onefold.checkpoint.safetensors import bytes_of
 from onefold.errors import CheckpointError
 from onefold.foreign.archives import HEAD_NBYTES, elements_of, extent_of, strides_of
+from onefold.foreign.arranging import arrange
 from onefold.foreign.metadata import read_metadata
 from onefold.foreign.unpickling import read_object
 
@@ -50,6 +60,12 @@ class DcpFormat:
             hint = "the file was deleted, so nothing can be verified; load an earlier checkpoint"
             raise CheckpointError(wanted, "no such file", hint=hint)
         return listing, _DcpStore(folder, files)
+
+    def arrange(
+        self, listing: Listing, store: PieceStore, names: ModuleNames | None
+    ) -> tuple[Listing, PieceStore]:
+        """See `PeerFormat`."""
+        return arrange(listing, store, names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from onefold.checkpoint.agreement import as_checkpoint_error
 from onefold.checkpoint.directory import Draft
 from onefold.checkpoint.listing import MODEL, OPTIM, Keys, Piece, Place, SavedTensor, Wanted
-from onefold.checkpoint.offline import Exported, open_verified, weights_of
+from onefold.checkpoint.offline import Exported, open_exported, weights_of
 from onefold.checkpoint.safetensors import bytes_of
 from onefold.checkpoint.source import Source
 from onefold.foreign import PEERS
@@ -45,7 +45,7 @@ def export_dcp(
 
     Raises: CheckpointError: nothing to export, damage, a target that exists, a full disk.
     """
-    saved, manifest = open_verified(Path(source), PEERS)
+    saved = open_exported(Path(source), PEERS)
     draft = Draft(Path(os.path.abspath(target)))
     draft.check()
     planner = _Planner(saved, dtype)
@@ -58,7 +58,7 @@ def export_dcp(
     except BaseException as error:
         draft.abandon()
         raise as_checkpoint_error(error) from error
-    return Exported(saved.path, manifest.step, files, planner.num_tensors)
+    return Exported(saved.path, saved.step, files, planner.num_tensors)
 
 
 def _write(planner: _Planner, writer: _Writer) -> None:

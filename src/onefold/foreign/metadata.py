@@ -144,4 +144,4 @@ def _path(name: Any, note: Any, num_names: int) -> Keys:
     """Return the nested keys of a name: the note of torch's planner, or else read from the name."""
     keys = checked_path(note, name, num_names)
     is_optim = name.startswith(("optim.state.", "optim.param_groups."))
-    return path_of(name, num_names) if is_optim and len(keys) < 4 else keys or (name,)
+    return keys or (path_of(name, num_names) if is_optim else (name,))

@@ -41,6 +41,12 @@ class Built:
         self.state = state
 
 
+class _Ordered(dict[Any, Any]):
+    """An OrderedDict. Its attributes, as `_metadata` of a state dict, are left out."""
+
+    def __setstate__(self, state: Any) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Reference:
     """A class or a function that a pickle names."""
@@ -49,7 +55,7 @@ class _Reference:
 
     def __call__(self, *arguments: Any) -> Any:
         if self.name == "collections.OrderedDict" and not arguments:
-            return {}
+            return _Ordered()
         return Built(self.name, arguments)
 
 
@@ -131,7 +137,7 @@ def read_object(data: bytes, name: str) -> Any:
                 raise ValueError("records that overlap")
             header = archive.getinfo("archive/data.pkl").header_offset
         lengths = struct.unpack_from("<HH", data, header + 26)  # of the record's name and padding
-        _check_calls(read_pickle(data[header + 30 + sum(lengths) :], None, what), 16 * len(data))
+        check_calls(read_pickle(data[header + 30 + sum(lengths) :], None, what), 16 * len(data))
         try:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
@@ -144,7 +150,7 @@ _MOST_DEPTH = 100
 _FROM_NUMBERS = {"__builtin__.bytearray", "builtins.bytearray", "torch._utils._rebuild_qtensor"}
 
 
-def _check_calls(value: Any, most: int) -> None:
+def check_calls(value: Any, most: int) -> None:
     """Raise `ValueError` for what takes memory or time without bytes of a file.
 
     These are a call that makes memory of a number, lists in lists without end, and more than `most`

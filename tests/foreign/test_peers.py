@@ -1,0 +1,309 @@
+"""A run of another program goes on here: its next losses, its moments, and what else it saved.
+
+Folders in data/ are those that the programs wrote; tests/support/peer_runs.py is how.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import onefold
+from onefold.app.cli.main import main
+from onefold.errors import CheckpointError
+from tests.support import peer_runs
+from tests.support.peer_runs import LAYOUTS, MORE, NEXT, build, rows, train
+from tests.support.ranks import run_ranks
+
+DATA = Path(__file__).parent / "data"
+FILES = {"plain": "run.pt", "wrapped": "run.pt", "lightning": "run.ckpt"}
+ALONE = json.loads((DATA / "losses.json").read_text())
+TOGETHER = json.loads((DATA / "fsdp2.json").read_text())
+RUNS = {
+    **{name: (DATA / name / FILES.get(name, ""), losses) for name, losses in ALONE.items()},
+    **{f"dcp-{layout}": (DATA / f"dcp-{layout}", TOGETHER) for layout in LAYOUTS},
+    "accelerate-fsdp2": (DATA / "accelerate-fsdp2", TOGETHER),
+    "rank-files": (DATA / "rank-files", TOGETHER),
+}
+"""The folder or file of each run, and the losses with which its program goes on."""
+
+
+class Inside(nn.Module):
+    """As a module of Lightning has its network."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Any) -> Any:
+        return self.net(x)
+
+
+def fresh(name: str) -> tuple[nn.Module, torch.optim.AdamW]:
+    model, optimizer = build(seed=9, lr=7.0)
+    return (Inside(model) if name == "lightning" else model), optimizer
+
+
+def resumed(name: str, path: Path, world_size: int, **options: Any) -> tuple[list[float], Any]:
+    """The mean losses of the next steps on so many ranks, and what `load` returned."""
+    pairs = [fresh(name) for _ in range(world_size)]
+
+    def body(rank: int) -> tuple[list[float], Any]:
+        model, optimizer = pairs[rank]
+        onefold.shard(model, optimizer, **options)
+        extra = onefold.load(path, model, optimizer)
+        return train(model, optimizer, NEXT, rank, world_size), extra
+
+    ranks = run_ranks(world_size, body)
+    losses = zip(*(losses for losses, _ in ranks), strict=True)
+    return [sum(each) / world_size for each in losses], ranks[0][1]
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [(2, {"stage": 3}), (3, {"stage": 1}), (2, {"stage": 3, "offload": "optimizer"})],
+    ids=["2 ranks, stage 3", "3 ranks, stage 1", "offloaded"],
+)
+def test_a_run_of_another_program_goes_on_at_its_losses(name, world_size, options):
+    path, wanted = RUNS[name]
+    losses, _ = resumed(name, path, world_size, **options)
+    assert len(losses) == MORE
+    assert losses == pytest.approx(wanted, rel=2e-6, abs=1e-8)
+
+
+def test_moments_and_settings_are_those_of_the_file_to_the_bit():
+    saved = torch.load(DATA / "plain" / "run.pt", weights_only=True)
+    module, optimizer = build(seed=9, lr=7.0)
+    onefold.shard(module, optimizer)
+    extra = onefold.load(DATA / "plain" / "run.pt", module, optimizer)
+    state = optimizer.state_dict()
+    assert [g["weight_decay"] for g in state["param_groups"]] == [0.1, 0.0]
+    assert {g["lr"] for g in state["param_groups"]} == {1e-2}
+    for number, moments in saved["opt"]["state"].items():
+        for key, value in moments.items():
+            assert torch.equal(state["state"][number][key].reshape(value.shape), value), key
+    assert torch.equal(extra["rng"], saved["rng"])
+    assert extra["epoch"] == 3
+    assert extra["sched"]["last_epoch"] == saved["sched"]["last_epoch"]
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("accelerate", {"schedulers", "random_states"}),
+        ("trainer", {"scheduler", "trainer_state", "random_states"}),
+        ("lightning", {"epoch", "global_step", "lr_schedulers", "loops"}),
+        ("dcp-torchtitan", {"train_state"}),
+    ],
+)
+def test_what_else_a_program_saved_comes_back_under_its_own_names(name, keys):
+    model, optimizer = fresh(name)
+    onefold.shard(model, optimizer)
+    extra = onefold.load(RUNS[name][0], model, optimizer)
+    assert keys <= extra.keys()
+    if name == "trainer":
+        assert extra["trainer_state"]["global_step"] == 3
+
+
+def test_weights_alone_are_read_without_an_optimizer():
+    for name, (path, _) in RUNS.items():
+        model, _ = fresh(name)
+        onefold.shard(model)
+        onefold.load(path, model)
+        value = onefold.full_state_dict(model)
+        (head,) = [v for n, v in value.items() if n.endswith("head.weight")]
+        first = torch.load(DATA / "plain" / "run.pt", weights_only=True)["net"]["head.weight"]
+        same = name in ("plain", "wrapped", "accelerate")
+        assert torch.equal(head, first) or not same, name
+
+
+def test_shards_of_torchs_safetensors_writer_are_read_as_one():
+    """They hold weights alone."""
+    wanted, _ = build(seed=9)
+    onefold.shard(wanted)
+    onefold.load(DATA / "dcp-nested", wanted)
+    modules = [build(seed=9)[0] for _ in range(3)]
+
+    def body(rank: int) -> Any:
+        onefold.shard(modules[rank])
+        onefold.load(DATA / "safetensors-shards", modules[rank])
+        return onefold.full_state_dict(modules[rank])
+
+    found = run_ranks(3, body)[0]
+    assert all(torch.equal(found[n], v) for n, v in onefold.full_state_dict(wanted).items())
+
+
+@pytest.mark.parametrize("folder", ["rank-files", "safetensors-shards"])
+def test_files_of_a_rank_that_are_missing_are_named(tmp_path, folder):
+    shutil.copytree(DATA / folder, tmp_path / folder)
+    for path in [
+        *(tmp_path / folder).glob("model*_rank_1.pt"),
+        *(tmp_path / folder).glob("shard-00001-*"),
+    ]:
+        path.unlink()
+    refused(tmp_path / folder, "rank 1|pieces that cover")
+
+
+def test_the_table_of_the_guide_is_what_loading_each_folder_gives():
+    from docs.tools import peers_table
+
+    hint = "python -m docs.tools.peers_table"
+    assert peers_table.main(["--check"]) == 0, hint
+
+
+@pytest.mark.parametrize("name", ["plain", "trainer", "dcp-app", "accelerate-fsdp2"])
+def test_inspect_lists_what_is_in_a_run_of_another_program(name, capsys):
+    assert main(["inspect", str(RUNS[name][0])]) == 0
+    printed = capsys.readouterr().out
+    assert "head.weight" in printed
+    assert "exp_avg" in printed
+
+
+# bad input
+
+
+def refused(path: Path, words: str, name: str = "plain", **changes: Any) -> None:
+    """Every rank refuses alike, and nothing has changed."""
+    pairs = [fresh(name) for _ in range(3)]
+
+    def body(rank: int) -> str:
+        model, optimizer = pairs[rank]
+        if "optimizer" in changes:
+            optimizer = changes["optimizer"](model)
+        onefold.shard(model, optimizer)
+        before = onefold.full_state_dict(model, rank0_only=False)
+        with pytest.raises(CheckpointError, match=words) as error:
+            onefold.load(path, model, optimizer)
+        after = onefold.full_state_dict(model, rank0_only=False)
+        assert all(torch.equal(after[key], value) for key, value in before.items())
+        return str(error.value)
+
+    assert len(set(run_ranks(3, body))) == 1
+
+
+def changed(tmp_path: Path, change: Any) -> Path:
+    state = torch.load(DATA / "plain" / "run.pt", weights_only=True)
+    change(state)
+    torch.save(state, tmp_path / "run.pt")
+    return tmp_path / "run.pt"
+
+
+def test_two_entries_with_the_names_of_the_module_are_both_named(tmp_path):
+    path = changed(tmp_path, lambda state: state.update(ema=dict(state["net"])))
+    refused(path, "one entry with the names of the module, got '(net|ema)' and '(net|ema)'")
+
+
+def test_another_module_is_named(tmp_path):
+    path = changed(tmp_path, lambda state: state["net"].pop("head.bias"))
+    refused(path, "head.bias")
+
+
+def test_an_optimizer_of_another_class_is_named():
+    def sgd(model: nn.Module) -> Any:
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    refused(DATA / "plain" / "run.pt", "param groups in 'opt'", optimizer=sgd)
+
+    def two_groups(model: Any) -> Any:
+        groups = [{"params": model.body.parameters()}, {"params": model.head.parameters()}]
+        return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+    refused(
+        DATA / "plain" / "run.pt", "settings of SGD in 'opt'.*'dampening'", optimizer=two_groups
+    )
+
+
+def test_other_groups_are_named(tmp_path):
+    def move(state: Any) -> None:
+        groups = state["opt"]["param_groups"]
+        groups[0]["params"], groups[1]["params"] = [0], [1, 2, 3]
+
+    refused(changed(tmp_path, move), "parameters in param group")
+
+
+def test_no_code_of_a_file_runs_and_its_class_is_named(tmp_path):
+    mark = tmp_path / "ran"
+
+    class Runs:
+        def __reduce__(self) -> Any:
+            import os
+
+            return os.system, (f"touch {mark}",)
+
+    state = torch.load(DATA / "plain" / "run.pt", weights_only=True)
+    torch.save({**state, "evil": Runs()}, tmp_path / "run.pt")
+    model, optimizer = build()
+    onefold.shard(model, optimizer)
+    with pytest.warns(UserWarning, match=r"evil: .*(posix|os|nt)\.system"):
+        extra = onefold.load(tmp_path / "run.pt", model, optimizer)
+    assert not mark.exists()
+    assert "evil" not in extra
+
+
+def test_arrays_of_numbers_come_back_as_lists_and_arrays_of_objects_are_left_out(tmp_path):
+    state = torch.load(DATA / "plain" / "run.pt", weights_only=True)
+    kept = numpy.arange(6, dtype=numpy.float32).reshape(2, 3)
+    torch.save({**state, "kept": kept, "odd": numpy.array([{}, "x"])}, tmp_path / "run.pt")
+    model, optimizer = build()
+    onefold.shard(model, optimizer)
+    with pytest.warns(UserWarning, match="odd: .*numpy.ndarray of objects"):
+        extra = onefold.load(tmp_path / "run.pt", model, optimizer)
+    assert extra["kept"] == kept.tolist()
+    assert "odd" not in extra
+
+
+@pytest.mark.parametrize("kept", [10, 3000, 9000])
+def test_a_truncated_file_is_refused(tmp_path, kept):
+    data = (DATA / "plain" / "run.pt").read_bytes()
+    (tmp_path / "run.pt").write_bytes(data[:kept])
+    refused(tmp_path / "run.pt", "run.pt")
+
+
+def test_a_file_of_an_older_torch_and_one_that_is_compressed_are_refused(tmp_path):
+    state = torch.load(DATA / "plain" / "run.pt", weights_only=True)
+    torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    refused(tmp_path / "old.pt", "older torch")
+    import zipfile
+
+    with (
+        zipfile.ZipFile(DATA / "plain" / "run.pt") as source,
+        zipfile.ZipFile(tmp_path / "small.pt", "w", zipfile.ZIP_DEFLATED) as target,
+    ):
+        for record in source.infolist():
+            target.writestr(record.filename, source.read(record))
+    refused(tmp_path / "small.pt", "compressed record")
+
+
+def test_a_part_of_a_folder_that_is_missing_is_named(tmp_path):
+    shutil.copytree(DATA / "dcp-nested", tmp_path / "part")
+    (tmp_path / "part" / "__1_0.distcp").unlink()
+    refused(tmp_path / "part", "__1_0.distcp")
+    shutil.copytree(DATA / "trainer", tmp_path / "trainer")
+    (tmp_path / "trainer" / "optimizer.pt").unlink()
+    refused(tmp_path / "trainer", "an optimizer to load, none in the checkpoint", name="trainer")
+
+
+@pytest.mark.again(
+    "tests/foreign/test_peers.py::test_a_run_of_another_program_goes_on_at_its_losses"
+)
+@pytest.mark.parametrize("name", peer_runs.ALONE)
+@pytest.mark.filterwarnings("ignore")
+def test_what_the_installed_programs_write_today_goes_on(tmp_path, name):
+    pytest.importorskip({"trainer": "transformers"}.get(name, name) if name in (
+        "trainer", "accelerate", "lightning") else "torch")  # fmt: skip
+    peer_runs.write(tmp_path, name)
+    wanted = json.loads((tmp_path / "losses.json").read_text())[name]
+    losses, _ = resumed(name, tmp_path / name / FILES.get(name, ""), 2, stage=3)
+    assert losses == pytest.approx(wanted, rel=2e-6, abs=1e-8)
+
+
+def test_rows_of_the_global_batch_are_the_same_on_any_number_of_ranks():
+    assert torch.equal(torch.cat([rows(4, rank, 3) for rank in range(3)]), rows(4))
