@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import nn
 
 from onefold.checkpoint.agreement import believing
 from onefold.checkpoint.checked_files import BlockReader, FileRecord
@@ -39,6 +40,11 @@ OBJECTS, PATHS, ALIASES, RAW_DTYPES = "objects", "paths", "aliases", "dtypes"
 
 Keys = tuple[Any, ...]
 """The nested keys of a name, as in ("optim", "state", FQN, KEY)."""
+
+
+class DictNumber(int):
+    """A number that is a key of a dict. A plain one among `Keys` is an index of a list."""
+
 
 Extents = tuple[int, ...]
 
@@ -132,10 +138,14 @@ class OptimizerNames:
 
 @dataclass(frozen=True, slots=True)
 class ModuleNames:
-    """What a checkpoint is loaded into: all names of weights and buffers, and its optimizers."""
+    """What a checkpoint is loaded into: all names of weights and buffers, and its optimizers.
+
+    `module`: None for stages of a pipeline, which are several.
+    """
 
     weights: frozenset[str]
     optimizers: list[OptimizerNames]
+    module: nn.Module | None = None
 
 
 class PeerFormat(Protocol):
@@ -195,6 +205,34 @@ def checked_path(keys: Any, name: Any, num_names: int) -> Keys:
         if type(key) is not str and not (type(key) is int and 0 <= key < num_names):
             raise TypeError(f"keys of {name[:80]!r} that are none")
     return keys
+
+
+class _Nest(dict[Any, Any]):
+    """A container in the making, by key or index."""
+
+    def filled(self) -> dict[Any, Any] | list[Any]:
+        """Return it as it was saved: a list, if all its keys are indices."""
+        own = {key: v.filled() if isinstance(v, _Nest) else v for key, v in self.items()}
+        if all(type(key) is int for key in own):
+            return [own.get(index) for index in range(max(own) + 1)]
+        return {int(key) if isinstance(key, DictNumber) else key: v for key, v in own.items()}
+
+
+def nested(values: Mapping[str, Any], paths: Mapping[str, Keys]) -> dict[Any, Any]:
+    """Return values by name in dicts and lists, as they were saved.
+
+    Raises `TypeError` for keys inside of a value.
+    """
+    root = _Nest()
+    for name, value in values.items():
+        inside = root
+        *above, last = paths[name]
+        for key in above:
+            inside = inside.setdefault(key, _Nest())
+            if not isinstance(inside, _Nest):
+                raise TypeError(f"{name[:80]!r} inside of a value")
+        inside[last] = value
+    return {key: v.filled() if isinstance(v, _Nest) else v for key, v in root.items()}
 
 
 def tiles(boxes: Sequence[tuple[Extents, Extents]], shape: Extents) -> bool:

@@ -157,7 +157,8 @@ def _module_names(models: Sequence[ShardedModel]) -> ModuleNames:
             ]
             settings = frozenset(optimizer.defaults)
             optimizers.append(OptimizerNames(type(optimizer).__name__, groups, settings))
-    return ModuleNames(frozenset(weights), optimizers)
+    module = models[0].module if len(models) == 1 else None
+    return ModuleNames(frozenset(weights), optimizers, module)
 
 
 def _check_own(

@@ -12,17 +12,33 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from onefold.checkpoint.agreement import NOT_OF_BYTES
 from onefold.checkpoint.mosaics import Mosaic, NotBoxes
-from onefold.checkpoint.scales import QuantizedFiles
 from onefold.errors import CheckpointError
 
 HINT = "download or save the folder again"
+
+
+class NamedFiles(Protocol):
+    """Files of tensors."""
+
+    @property
+    def places(self) -> Iterable[str]:
+        """All names."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        ...
+
+    def whole(self, name: str) -> Tensor:
+        """Return all of a tensor, in exact numbers."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +51,7 @@ class Computed:
     module: nn.Module
     first: str  # the target under which the rule was found
 
-    def values(self, files: QuantizedFiles) -> Tensor:
+    def values(self, files: NamedFiles) -> Tensor:
         """Read the sources whole, and run the rule."""
         made = _converted(self.rule, self.groups, self.first, self.module, files.whole)
         return made[self.target]
@@ -63,7 +79,7 @@ class NamesInFiles:
         return sorted({tile.source for tile in self.mosaics[name].tiles})
 
 
-def find_names(module: nn.Module, names: Iterable[str], files: QuantizedFiles) -> NamesInFiles:
+def find_names(module: nn.Module, names: Iterable[str], files: NamedFiles) -> NamesInFiles:
     """Find the tensors of a module, all `names` of its parameters and persistent buffers.
 
     Raises: CheckpointError: two tensors of the files are one of the module's, or a rule does not
@@ -94,7 +110,7 @@ def _rules_of(module: nn.Module, *, add_legacy: bool = True) -> list[Any]:
 
 
 def _by_rules(
-    module: nn.Module, known: set[str], files: QuantizedFiles, rules: list[Any]
+    module: nn.Module, known: set[str], files: NamedFiles, rules: list[Any]
 ) -> NamesInFiles:
     """Group the names in files by the tensors that they lead to, as transformers' loader does."""
     from transformers.core_model_loading import (
@@ -140,7 +156,7 @@ def _by_rules(
 
 def _follow(
     found: NamesInFiles, rule: Any, groups: dict[str, list[str]], first: str, module: nn.Module,
-    files: QuantizedFiles,
+    files: NamedFiles,
 ) -> None:  # fmt: skip
     """Note what a converter makes of tensors in files, as boxes, or as computed."""
 

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.tensor import DTensor
 
 from onefold.checkpoint.agreement import believing
@@ -40,6 +39,7 @@ from onefold.checkpoint.listing import (
     PieceStore,
     SavedTensor,
     Wanted,
+    nested,
     read_listing,
 )
 from onefold.checkpoint.safetensors import bytes_of
@@ -148,7 +148,8 @@ class Source:
         if left:
             warnings.warn(f"not loaded: {'; '.join(listed(left))}", stacklevel=6)
         paths = {name: self.paths[name][1:] for name in values}
-        return unflatten_state_dict(values, paths)
+        with self.believing("the names"):
+            return nested(values, paths)
 
     def _small(self, name: str) -> Tensor:
         value = torch.empty(self.tensors[name].shape, dtype=self.tensors[name].dtype)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
 from onefold.checkpoint.agreement import refuse_mismatches, shape_mismatches
 from onefold.checkpoint.growing import make_room, sized_by_modules
@@ -23,6 +22,7 @@ from onefold.checkpoint.listing import (
     RANK,
     Keys,
     SavedTensor,
+    nested,
 )
 from onefold.checkpoint.source import Source
 from onefold.checkpoint.stages import ShardedModel, restore_group
@@ -412,4 +412,4 @@ def _blank(unit: Unit, binding: OptimizerBinding) -> Tensor:
 def _nested(values: dict[str, Any], paths: dict[str, Keys]) -> dict[str, Any]:
     """Return the values that have a path, in nested containers as they were saved."""
     own = {name: path for name, path in paths.items() if name in values}
-    return unflatten_state_dict({name: values[name] for name in own}, own)
+    return nested({name: values[name] for name in own}, own)

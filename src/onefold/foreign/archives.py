@@ -6,7 +6,8 @@ import torch
 
 from onefold.checkpoint.agreement import NOT_OF_BYTES, damage
 from onefold.checkpoint.checked_files import BlockReader
-from onefold.checkpoint.listing import Extents, Piece
+from onefold.checkpoint.listing import Extents, Piece, Wanted
+from onefold.checkpoint.safetensors import bytes_of
 from onefold.foreign.metadata import sizes_of
 from onefold.foreign.unpickling import read_pickle
 
@@ -72,6 +73,17 @@ def _record(head: bytes, name: bytes) -> int | None:
     if header < 0 or head[header : header + 4] != b"PK\3\4":
         return None
     return found + len(name) + int.from_bytes(head[header + 28 : header + 30], "little")
+
+
+def read_strided(
+    reader: BlockReader, start: int, strides: Extents, wanted: Wanted, out: memoryview
+) -> None:
+    """Read elements of a piece that lie `strides` apart, from byte `start` of the piece on."""
+    sizes, dtype = wanted.piece.sizes, wanted.dtype
+    whole = torch.empty(extent_of(sizes, strides), dtype=dtype)
+    reader.read_into(start, bytes_of(whole))
+    elements = whole.as_strided(sizes, strides).reshape(-1)
+    out[:] = bytes_of(elements[wanted.first : wanted.first + wanted.numel].contiguous())
 
 
 def strides_of(sizes: Extents) -> Extents:

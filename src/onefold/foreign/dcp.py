@@ -10,8 +10,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from onefold.checkpoint.checked_files import BlockReader, FileRecord
 from onefold.checkpoint.listing import (
     Extents,
@@ -23,9 +21,8 @@ from onefold.checkpoint.listing import (
     Place,
     Wanted,
 )
-from onefold.checkpoint.safetensors import bytes_of
 from onefold.errors import CheckpointError
-from onefold.foreign.archives import HEAD_NBYTES, elements_of, extent_of, strides_of
+from onefold.foreign.archives import HEAD_NBYTES, elements_of, read_strided, strides_of
 from onefold.foreign.arranging import arrange
 from onefold.foreign.metadata import read_metadata
 from onefold.foreign.unpickling import read_object
@@ -95,17 +92,14 @@ class _DcpFile:
     places: dict[Piece, tuple[int, Extents]] = field(default_factory=dict)
 
     def read_elements(self, wanted: Wanted, out: memoryview) -> None:
-        piece, dtype, first, numel = wanted
+        piece, dtype, first, _ = wanted
         if piece not in self.places:
             self.places[piece] = elements_of(self.reader, piece, dtype)
         start, strides = self.places[piece]
         if strides == strides_of(piece.sizes):
             self.reader.read_into(start + first * dtype.itemsize, out)
-            return
-        whole = torch.empty(extent_of(piece.sizes, strides), dtype=dtype)
-        self.reader.read_into(start, bytes_of(whole))
-        elements = whole.as_strided(piece.sizes, strides).reshape(-1)[first : first + numel]
-        out[:] = bytes_of(elements.contiguous())
+        else:
+            read_strided(self.reader, start, strides, wanted, out)
 
 
 def _range_of(wanted: Wanted) -> tuple[int, int]:

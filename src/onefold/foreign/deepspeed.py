@@ -21,7 +21,8 @@ from onefold.checkpoint.listing import EXTRA, MODEL, OPTIM, Listing, ModuleNames
 from onefold.errors import CheckpointError
 from onefold.foreign.deepspeed_files import ModelStates, read_model_states
 from onefold.foreign.deepspeed_universal import UNIVERSAL, add_universal
-from onefold.foreign.flat_pieces import FlatStore, ListingDraft, joined_runs, run_of
+from onefold.foreign.flat_pieces import joined_runs, run_of
+from onefold.foreign.trees import Tree
 from onefold.foreign.zero_partitions import add_partitions, part_of
 
 _STATES = re.compile(
@@ -62,18 +63,17 @@ class DeepSpeedFormat:
         """See `PeerFormat`."""
         del is_verified
         _refuse_parallel(folder, files)
-        store = FlatStore(folder, dict(files))
-        draft = ListingDraft(store)
+        tree = Tree(folder)
         models, optims = _by_rank(files, "model"), _by_rank(files, "optim")
         what = f"the files of {str(folder)!r} to be those of one checkpoint of DeepSpeed"
         with believing(what):
             states = [read_model_states(folder / name) for name in models]
             if (folder / UNIVERSAL).is_dir():
-                add_universal(draft, states[0])
+                add_universal(tree, states[0])
             else:
-                add_partitions(draft, optims, states)
-            _add_rest(draft, states)
-        return draft.listing(), store
+                add_partitions(tree, optims, states)
+            _add_rest(tree, states)
+        return tree.listing, tree
 
     def arrange(
         self, listing: Listing, store: PieceStore, names: ModuleNames | None
@@ -127,7 +127,7 @@ def _by_rank(files: Mapping[str, FileRecord], kind: str) -> list[str]:
     return [found[rank] for rank in sorted(found)]
 
 
-def _add_rest(draft: ListingDraft, states: list[ModelStates]) -> None:
+def _add_rest(tree: Tree, states: list[ModelStates]) -> None:
     """Add weights that no optimizer has, buffers, tied names and all that becomes `extra`."""
     first, trained = states[0], {f"{MODEL}.{name}" for name in states[0].shapes}
     for name, shape in first.frozen.items() if first.is_cut else ():
@@ -138,12 +138,12 @@ def _add_rest(draft: ListingDraft, states: list[ModelStates]) -> None:
         ]
         if any(flat.dtype != own[0][1].dtype for _, flat in own):
             raise ValueError(f"parts of {name[:80]!r} of several dtypes")
-        draft.add((MODEL, name), joined_runs(name, shape, own[0][1].dtype, runs))
+        tree.add((MODEL, name), joined_runs(name, shape, own[0][1].dtype, runs))
     skipped = {*first.shared, *(first.frozen if first.is_cut else ())}
     for name, value in first.module.items():
         if f"{MODEL}.{name}" not in trained and name not in skipped:
-            draft.add((MODEL, name), value, first.file)
-    draft.tie(first.shared)
+            tree.add((MODEL, name), value, first.file)
+    tree.tie(first.shared)
     for key, value in first.fields.items():
         if key not in _KNOWN:
-            draft.add((EXTRA, key), value, first.file)
+            tree.add((EXTRA, key), value, first.file)

@@ -16,6 +16,7 @@ from onefold.checkpoint.listing import Keys, Listing, ModuleNames, PieceStore
 from onefold.errors import CheckpointError
 from onefold.foreign.arranging import arrange
 from onefold.foreign.dcp import METADATA, DcpFormat
+from onefold.foreign.renamed import under_module_names
 from onefold.foreign.trees import WRITER, Tree, file_records
 
 WEIGHTS = "model"
@@ -71,6 +72,8 @@ class ProgramFormat:
         self, listing: Listing, store: PieceStore, names: ModuleNames | None
     ) -> tuple[Listing, PieceStore]:
         """See `PeerFormat`."""
+        if names is not None and names.module is not None:
+            listing = under_module_names(listing, (WEIGHTS,), names.module, names.weights)
         return arrange(listing, store, names)
 
 

@@ -17,6 +17,7 @@ import numpy
 import torch
 
 from onefold.checkpoint.agreement import believing
+from onefold.checkpoint.checked_files import nbytes_of
 from onefold.checkpoint.listing import Extents
 from onefold.errors import CheckpointError
 from onefold.foreign.archives import STORAGES, extent_of
@@ -61,13 +62,15 @@ def read_archive(path: Path, classes: Set[str] | None = None) -> Any:
     Raises: CheckpointError: another file, a packed or damaged one, tensors outside of their bytes.
     """
     what = f"file {path.name!r} to be one that torch.save wrote"
+    with believing(what):
+        nbytes = nbytes_of(path)
     if not zipfile.is_zipfile(path):
         raise CheckpointError(what, "other bytes, or those of an older torch", hint=HINT)
     with believing(what), zipfile.ZipFile(path) as archive, path.open("rb") as file:
         records = {record.filename: record for record in archive.infolist()}
         if any(record.compress_type != zipfile.ZIP_STORED for record in records.values()):
             raise ValueError("a compressed record")
-        if sum(record.file_size for record in records.values()) > path.stat().st_size:
+        if sum(record.file_size for record in records.values()) > nbytes:
             raise ValueError("records that overlap")
         (pickled,) = [name for name in records if name.endswith("/data.pkl")]
         folder = pickled.removesuffix("data.pkl")
@@ -76,7 +79,7 @@ def read_archive(path: Path, classes: Set[str] | None = None) -> Any:
             file.seek(record.header_offset + 26)
             lengths = struct.unpack("<HH", file.read(4))
             start = record.header_offset + 30 + sum(lengths)
-            if start + record.file_size > path.stat().st_size:
+            if start + record.file_size > nbytes:
                 raise ValueError(f"record {name!r} behind the end")
             places[name] = start, record.file_size
         data = archive.read(pickled)

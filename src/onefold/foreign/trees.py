@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from onefold.checkpoint.agreement import believing
-from onefold.checkpoint.checked_files import FileRecord
+from onefold.checkpoint.checked_files import BlockReader, FileRecord, nbytes_of
 from onefold.checkpoint.listing import (
+    MODEL,
     OFFSETS_KEY,
     PIECES_KEY,
+    DictNumber,
+    Extents,
     Keys,
     Listing,
     Piece,
@@ -34,13 +34,32 @@ from onefold.checkpoint.listing import (
     extents,
     tiles,
 )
-from onefold.checkpoint.safetensors import DTYPES, PretrainedFiles, bytes_of
+from onefold.checkpoint.safetensors import DTYPES, PretrainedFiles
 from onefold.errors import CheckpointError
-from onefold.foreign.archives import extent_of, strides_of
+from onefold.foreign.archives import extent_of, read_strided, strides_of
 from onefold.foreign.arranging import Known
 from onefold.foreign.torch_files import StoredShard, StoredTensor, Unread, read_archive
 
 WRITER = "torch's HuggingFaceStorageWriter"
+
+
+@dataclass(frozen=True, slots=True)
+class StridedPlace(Place):
+    """Bytes in which elements do not follow each other. `strides`: in elements."""
+
+    strides: Extents
+
+
+def piece_of(stored: StoredTensor, file: str, offsets: Extents) -> Piece:
+    """Return a tensor of a file as a piece that begins at `offsets` of a larger one."""
+    sizes, strides = stored.sizes, stored.strides
+    length = extent_of(sizes, strides) * stored.dtype.itemsize
+    is_rows = all(
+        s == 1 or a == b for s, a, b in zip(sizes, strides, strides_of(sizes), strict=True)
+    )
+    if is_rows:
+        return Piece(offsets, sizes, Place(file, stored.start, length))
+    return Piece(offsets, sizes, StridedPlace(file, stored.start, length, strides))
 
 
 @dataclass(slots=True)
@@ -51,16 +70,16 @@ class Tree:
     tensors: dict[str, SavedTensor] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, Keys] = field(default_factory=dict)
-    stored: dict[tuple[str, int, tuple[int, ...]], StoredTensor] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
     stores: dict[str, PieceStore] = field(default_factory=dict)  # of folders inside
 
     @property
     def listing(self) -> Listing:
-        return Listing(self.tensors, self.objects, self.paths)
+        return Listing(self.tensors, self.objects, self.paths, self.aliases)
 
     def add_archive(self, file: str, keys: Keys) -> None:
         """Add a file of torch.save."""
-        self._add(read_archive(self.folder / file), keys, file)
+        self.add(keys, read_archive(self.folder / file), file)
 
     def add_json(self, file: str, keys: Keys) -> None:
         """Add a JSON file, as one object."""
@@ -80,20 +99,16 @@ class Tree:
         """Add a folder that another reader has listed."""
         self.stores[inside] = store
         for name, path in listing.paths.items():
-            new = self._free((*keys, *path))
             if name in listing.tensors:
                 saved = listing.tensors[name]
-                moved = (
-                    replace(p, place=replace(p.place, file=f"{inside}/{p.place.file}"))
-                    for p in saved.pieces
-                )
-                self.tensors[new] = replace(saved, pieces=tuple(moved))
+                pieces = [_inside(piece, f"{inside}/{piece.place.file}") for piece in saved.pieces]
+                self.put((*keys, *path), replace(saved, pieces=tuple(pieces)))
             else:
-                self.objects[new] = (inside, listing.objects[name])
+                self._name((*keys, *path), (inside, listing.objects[name]))
 
     def add_shards(self, keys: Keys) -> None:
         """Add safetensors files of torch's HuggingFaceStorageWriter, one a rank."""
-        pieces = defaultdict[str, list[tuple[tuple[int, ...], str, StoredTensor]]](list)
+        pieces = defaultdict[str, list[tuple[Extents, str, StoredTensor]]](list)
         for path in sorted(self.folder.glob("*.safetensors")):
             with believing(f"file {path.name!r} to be one of {WRITER}"):
                 nbytes = path.stat().st_size
@@ -112,12 +127,12 @@ class Tree:
         for name, of in pieces.items():
             ends = [tuple(map(sum, zip(at, each.sizes, strict=True))) for at, _, each in of]
             shape = tuple(map(max, zip(*ends, strict=True)))
-            self._pieces((*keys, name), shape, of)
+            self._join((*keys, name), shape, of)
 
     def add_rank_files(self, files: Sequence[str], keys: Keys) -> None:
         """Add one file a rank, in their order: shards are pieces of one tensor."""
-        shards = defaultdict[Keys, list[tuple[tuple[int, ...], str, StoredTensor]]](list)
-        shapes: dict[Keys, tuple[int, ...]] = {}
+        shards = defaultdict[Keys, list[tuple[Extents, str, StoredTensor]]](list)
+        shapes: dict[Keys, Extents] = {}
         for rank, file in enumerate(files):
             for path, leaf in _leaves(read_archive(self.folder / file), keys):
                 if not isinstance(leaf, StoredShard):
@@ -131,15 +146,34 @@ class Tree:
                         offsets[leaf.dim] = min(rows, rank * -(-rows // len(files)))
                     shards[path].append((tuple(offsets), file, leaf.local))
         for path, of in shards.items():
-            self._pieces(path, shapes[path], of)
+            self._join(path, shapes[path], of)
 
-    def _add(self, value: Any, keys: Keys, file: str) -> None:
+    def add(self, keys: Keys, value: Any, file: str = "") -> None:
+        """Add a value of a file: a tensor, a place of one, or what may hold some."""
         for path, leaf in _leaves(value, keys):
             self._leaf(path, leaf, file)
 
+    def put(self, keys: Keys, saved: SavedTensor) -> None:
+        """Add a tensor whose pieces cover it."""
+        self.tensors[self._free(keys)] = saved
+
+    def tie(self, shared: Mapping[str, str]) -> None:
+        """Give tied weights their other names. Raises `ValueError` for a name of nothing."""
+        for alias, name in shared.items():
+            first = self.tensors.get(f"{MODEL}.{name}")
+            if first is None or alias in shared.values():
+                raise ValueError(f"{str(alias)[:80]!r} as another name of {str(name)[:80]!r}")
+            self.put((MODEL, alias), first)
+            self.aliases[alias] = name
+
     def _leaf(self, keys: Keys, leaf: Any, file: str) -> None:
-        if isinstance(leaf, StoredTensor):
-            self._pieces(keys, leaf.sizes, [((0,) * len(leaf.sizes), file, leaf)])
+        if isinstance(leaf, SavedTensor):
+            self.put(keys, leaf)
+        elif isinstance(leaf, StoredTensor):
+            if extent_of(leaf.sizes, leaf.strides) < prod(leaf.sizes):
+                self._name(keys, Unread("tensor whose elements share memory"))
+            else:
+                self._join(keys, leaf.sizes, [((0,) * len(leaf.sizes), file, leaf)])
         elif isinstance(leaf, StoredShard):
             wanted = f"whole tensors in {file!r}"
             hint = "load the folder, with the files of all ranks"
@@ -148,24 +182,18 @@ class Tree:
         else:
             self._name(keys, leaf if isinstance(leaf, Unread) else Known(leaf))
 
-    def _pieces(
-        self, keys: Keys, shape: tuple[int, ...],
-        of: Sequence[tuple[tuple[int, ...], str, StoredTensor]],
-    ) -> None:  # fmt: skip
-        """Note a tensor, of pieces that cover it once."""
-        name = self._free(keys)
+    def _join(
+        self, keys: Keys, shape: Extents, of: Sequence[tuple[Extents, str, StoredTensor]]
+    ) -> None:
+        """Note a tensor, of pieces that cover it once. Ranks without rows have empty ones."""
+        pieces = [piece_of(each, file, at) for at, file, each in of if prod(each.sizes)]
         dtypes = {stored.dtype for _, _, stored in of}
-        if len(dtypes) > 1 or not tiles([(at, each.sizes) for at, _, each in of], shape):
+        if len(dtypes) > 1 or not tiles([(p.offsets, p.sizes) for p in pieces], shape):
             hint = "files of a rank are missing, or of another run"
+            name = ".".join(map(str, keys))
             wanted = f"pieces that cover {name!r} of {list(shape)} once"
             raise CheckpointError(wanted, f"{len(of)} others", hint=hint)
-        pieces = []
-        for offsets, file, stored in of:
-            extent = extent_of(stored.sizes, stored.strides) * stored.dtype.itemsize
-            if extent:
-                pieces.append(Piece(offsets, stored.sizes, Place(file, stored.start, extent)))
-                self.stored[file, stored.start, stored.sizes] = stored
-        self.tensors[name] = SavedTensor(shape, dtypes.pop(), tuple(pieces))
+        self.put(keys, SavedTensor(shape, dtypes.pop(), tuple(pieces)))
 
     def _name(self, keys: Keys, value: Any) -> None:
         self.objects[self._free(keys)] = value
@@ -192,9 +220,9 @@ class Tree:
                 yield _Inside(reader, rest)
             return
         path = self.folder / file
-        nbytes = path.stat().st_size
-        mapped = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=nbytes)
-        yield _Mapped(mapped, self.stored, file)
+        record = FileRecord(nbytes_of(path), "")
+        with BlockReader(path, record, list(map(_range_of, wanted))) as blocks:
+            yield _TreeFile(blocks)
 
     def read_object(self, listed: Any) -> Any:
         """See `PieceStore`."""
@@ -211,20 +239,22 @@ def _leaves(value: Any, keys: Keys) -> Iterator[tuple[Keys, Any]]:
     """Yield tensors and dicts one by one, and anything else as one object."""
     if isinstance(value, dict) and value and all(type(key) in (str, int) for key in value):
         for key, item in value.items():
-            yield from _leaves(item, (*keys, key))
-    elif isinstance(value, list | tuple) and (_has_tensors(value) or _has_dicts(value)):
+            yield from _leaves(item, (*keys, DictNumber(key) if type(key) is int else key))
+    elif isinstance(value, list | tuple) and (_has_parts(value) or _has_dicts(value)):
         for index, item in enumerate(value):
             yield from _leaves(item, (*keys, index))
     else:
-        yield keys, value
+        is_odd = isinstance(value, dict | set) and _has_parts(value)
+        yield keys, Unread(f"{type(value).__name__} of tensors") if is_odd else value
 
 
-def _has_tensors(value: Any) -> bool:
+def _has_parts(value: Any) -> bool:
+    """True if a value holds what is no plain value."""
     if isinstance(value, dict):
-        return any(map(_has_tensors, value.values()))
-    if isinstance(value, list | tuple):
-        return any(map(_has_tensors, value))
-    return isinstance(value, StoredTensor | StoredShard)
+        return any(map(_has_parts, value.values())) or any(map(_has_parts, value))
+    if isinstance(value, list | tuple | set):
+        return any(map(_has_parts, value))
+    return isinstance(value, StoredTensor | StoredShard | Unread)
 
 
 def _has_dicts(value: list[Any] | tuple[Any, ...]) -> bool:
@@ -247,25 +277,26 @@ class _Inside:
 
 
 @dataclass(frozen=True, slots=True)
-class _Mapped:
-    """A file whose pages are read as they are used; see `PieceFile`."""
+class _TreeFile:
+    """See `PieceFile`."""
 
-    storage: Any
-    stored: dict[tuple[str, int, tuple[int, ...]], StoredTensor]
-    file: str
+    reader: BlockReader
 
     def read_elements(self, wanted: Wanted, out: memoryview) -> None:
-        piece, dtype, first, numel = wanted
-        stored = self.stored[self.file, piece.place.start, piece.sizes]
-        flat = torch.empty(0, dtype=torch.uint8).set_(self.storage)
-        if stored.strides == strides_of(stored.sizes):
-            start = stored.start + first * dtype.itemsize
-            out[:] = bytes_of(flat[start : start + numel * dtype.itemsize])
-            return
-        extent = extent_of(stored.sizes, stored.strides) * dtype.itemsize
-        own = flat[stored.start : stored.start + extent].clone().view(dtype)
-        elements: Tensor = own.as_strided(stored.sizes, stored.strides).reshape(-1)
-        out[:] = bytes_of(elements[first : first + numel].contiguous())
+        place = wanted.piece.place
+        if isinstance(place, StridedPlace):
+            read_strided(self.reader, place.start, place.strides, wanted, out)
+        else:
+            self.reader.read_into(_range_of(wanted)[0], out)
+
+
+def _range_of(wanted: Wanted) -> tuple[int, int]:
+    """Return the bytes of the file that are read for elements."""
+    place = wanted.piece.place
+    if isinstance(place, StridedPlace):
+        return place.range
+    start = place.start + wanted.first * wanted.dtype.itemsize
+    return start, start + wanted.numel * wanted.dtype.itemsize
 
 
 def file_records(folder: Path) -> dict[str, FileRecord]:

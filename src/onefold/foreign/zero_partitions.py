@@ -26,8 +26,9 @@ from onefold.foreign.deepspeed_files import (
     stage_of,
     states_of,
 )
-from onefold.foreign.flat_pieces import FlatRun, ListingDraft, joined_runs, run_of
+from onefold.foreign.flat_pieces import FlatRun, joined_runs, run_of
 from onefold.foreign.torch_files import StoredTensor, read_archive
+from onefold.foreign.trees import Tree
 
 _FP32, STEP = "fp32", "step"
 _NOT_SET = ("params", STEP, "bias_correction")
@@ -41,12 +42,11 @@ def part_of(shape: Extents, num_ranks: int, rank: int) -> tuple[int, int]:
     return slots, max(0, min(slots, numel - rank * slots))
 
 
-def add_partitions(draft: ListingDraft, files: list[str], models: list[ModelStates]) -> None:
+def add_partitions(tree: Tree, files: list[str], models: list[ModelStates]) -> None:
     """Add the weights that are trained, their optimizer states, and the param groups."""
     model = models[0]
     optims = [
-        named(read_archive(draft.store.folder / file, OPTIMIZER_NAMES), "optimizer file")
-        for file in files
+        named(read_archive(tree.folder / file, OPTIMIZER_NAMES), "optimizer file") for file in files
     ]
     states = [named(optim["optimizer_state_dict"], "optimizer states") for optim in optims]
     _compare(files, states, models)
@@ -73,9 +73,9 @@ def add_partitions(draft: ListingDraft, files: list[str], models: list[ModelStat
         raise ValueError("partitions of other parameters than the model states list")
     for (name, key), parts in runs.items():
         saved = joined_runs(name, shapes[name], dtypes[name, key], parts)
-        draft.add((MODEL, name) if key == _FP32 else (OPTIM, "state", name, key), saved)
+        tree.add((MODEL, name) if key == _FP32 else (OPTIM, "state", name, key), saved)
     if own[0] or not model.fields.get("global_steps"):  # not where the states are on NVMe
-        add_groups(draft, model, groups[0], own[0], files[0])
+        add_groups(tree, model, groups[0], own[0], files[0])
 
 
 def _compare(files: list[str], states: list[dict[str, Any]], models: list[ModelStates]) -> None:
@@ -166,9 +166,7 @@ def _flats(state: dict[str, Any], own: States, index: int) -> dict[str, StoredTe
     return {_FP32: state[key][index], **states}
 
 
-def add_groups(
-    draft: ListingDraft, model: ModelStates, groups: list[Group], own: States, file: str
-) -> None:
+def add_groups(tree: Tree, model: ModelStates, groups: list[Group], own: States, file: str) -> None:
     """Add param groups, and states that are single numbers, which DeepSpeed keeps by group."""
     if len(groups) != len(model.groups):
         raise ValueError(f"{len(groups)} param groups, of which {len(model.groups)} have shapes")
@@ -183,11 +181,11 @@ def add_groups(
         for name in shapes:
             for key, value in numbers.items():
                 number = torch.tensor(float(value)) if isinstance(value, int | float) else value
-                if f"{OPTIM}.state.{name}.{key}" not in draft.paths:
-                    draft.add((OPTIM, "state", name, key), number, file)
+                if f"{OPTIM}.state.{name}.{key}" not in tree.paths:
+                    tree.add((OPTIM, "state", name, key), number, file)
         named_here = {key: v for key, v in group.items() if key not in _NOT_SET}
         for key, value in {**named_here, "params": [*shapes]}.items():
-            draft.add((OPTIM, "param_groups", index, key), value, file)
+            tree.add((OPTIM, "param_groups", index, key), value, file)
 
 
 def _has_elements(value: Any) -> bool:
