@@ -142,7 +142,7 @@ def measure(rank: int, name: str, num_layers: int, folder: str) -> dict[str, Any
     _sync(root / "a", rank)
     found["durable"] = time.perf_counter() - begin
     found["nbytes"] = sum(path.stat().st_size for path in _files(root / "a"))
-    _forget(root / "a")
+    forget_pages(root / "a")
     begin, memory = _begin()
     keeper.load(root / "a")
     dist.barrier()
@@ -201,7 +201,7 @@ def _sync(folder: Path, rank: int) -> None:
     dist.barrier()
 
 
-def _forget(folder: Path) -> None:
+def forget_pages(folder: Path) -> None:
     """Drop the files' pages from the system's cache; all pages, where this user may."""
     dist.barrier()
     for path in _files(folder):

@@ -22,7 +22,8 @@ NAMES = {
     "lightning": "Lightning `.ckpt`", "trainer": "Trainer `checkpoint-N`",
     "rank-files": "one pickled file a rank, as verl", "dcp-nested": "DCP, `model` and `optim`",
     "dcp-app": "DCP, torch's tutorial", "dcp-flattened": "DCP, flattened optimizer",
-    "dcp-optimizer": "DCP, `model` and `optimizer`", "dcp-lightning": "DCP, as Lightning writes it",
+    "dcp-optimizer": "DCP, `model` and `optimizer`",
+    "lightning-fsdp2": "Lightning, FSDP2",
     "dcp-torchtitan": "DCP, as torchtitan writes it", "dcp-numbers": "DCP, states by number",
 }  # fmt: skip
 

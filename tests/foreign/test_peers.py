@@ -32,9 +32,10 @@ ALONE = json.loads((DATA / "losses.json").read_text())
 TOGETHER = json.loads((DATA / "fsdp2.json").read_text())
 RUNS = {
     **{name: (DATA / name / FILES.get(name, ""), losses) for name, losses in ALONE.items()},
-    **{f"dcp-{layout}": (DATA / f"dcp-{layout}", TOGETHER) for layout in LAYOUTS},
-    "accelerate-fsdp2": (DATA / "accelerate-fsdp2", TOGETHER),
-    "rank-files": (DATA / "rank-files", TOGETHER),
+    **{f"dcp-{layout}": (DATA / f"dcp-{layout}", TOGETHER["fsdp2"]) for layout in LAYOUTS},
+    "accelerate-fsdp2": (DATA / "accelerate-fsdp2", TOGETHER["fsdp2"]),
+    "rank-files": (DATA / "rank-files", TOGETHER["fsdp2"]),
+    "lightning-fsdp2": (DATA / "lightning-fsdp2", TOGETHER["lightning-fsdp2"]),
 }
 """The folder or file of each run, and the losses with which its program goes on."""
 
@@ -52,7 +53,7 @@ class Inside(nn.Module):
 
 def fresh(name: str) -> tuple[nn.Module, torch.optim.AdamW]:
     model, optimizer = build(seed=9, lr=7.0)
-    return (Inside(model) if name == "lightning" else model), optimizer
+    return (Inside(model) if name.startswith("lightning") else model), optimizer
 
 
 def resumed(name: str, path: Path, world_size: int, **options: Any) -> tuple[list[float], Any]:
@@ -103,6 +104,7 @@ def test_moments_and_settings_are_those_of_the_file_to_the_bit():
         ("accelerate", {"schedulers", "random_states"}),
         ("trainer", {"scheduler", "trainer_state", "random_states"}),
         ("lightning", {"epoch", "global_step", "lr_schedulers", "loops"}),
+        ("lightning-fsdp2", {"epoch", "global_step", "lr_schedulers", "loops"}),
         ("dcp-torchtitan", {"train_state"}),
     ],
 )

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
 ROWS, STEPS, MORE = 12, 3, 5
@@ -109,13 +110,21 @@ def accelerate(folder: Path) -> list[float]:
     return train(model, optimizer, NEXT)
 
 
-def lightning(folder: Path) -> list[float]:
+def lightnings(folder: Path, rank: int = 0, size: int = 1) -> list[float]:
+    """A run of Lightning, alone or with FSDP2."""
     import lightning.pytorch as pl
+    from lightning.pytorch.strategies import ModelParallelStrategy
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.net, _ = build()
+
+        def configure_model(self) -> None:
+            if size > 1:
+                mesh = self.device_mesh
+                assert mesh is not None
+                fully_shard(self.net, mesh=mesh["data_parallel"])
 
         def training_step(self, batch: Any, index: int) -> Tensor:
             return loss_of(self.net, batch[0])
@@ -124,17 +133,22 @@ def lightning(folder: Path) -> list[float]:
             return optimizer_of(self.net)
 
     data = torch.utils.data.TensorDataset(torch.cat([rows(step) for step in range(STEPS)]))
-    loader = torch.utils.data.DataLoader(data, batch_size=ROWS)
+    loader = torch.utils.data.DataLoader(data, batch_size=ROWS // size)
     module = Module()
+    strategy = ModelParallelStrategy(size, 1) if size > 1 else "auto"
     trainer = pl.Trainer(
-        max_steps=STEPS, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False,
-        enable_checkpointing=False, enable_model_summary=False,
+        max_steps=STEPS, accelerator="cpu", devices=size, strategy=strategy, logger=False,
+        enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(module, loader)
-    trainer.save_checkpoint(folder / "run.ckpt")
+    trainer.save_checkpoint(folder)
     optimizer: Any = trainer.optimizers[0]
     optimizer.zero_grad()  # Lightning clears gradients before the next backward
-    return train(module.net, optimizer, NEXT)
+    return train(module.net, optimizer, NEXT, rank, size)
+
+
+def lightning(folder: Path) -> list[float]:
+    return lightnings(folder / "run.ckpt")
 
 
 def trainer(folder: Path) -> list[float]:
@@ -168,7 +182,7 @@ def trainer(folder: Path) -> list[float]:
 
 ALONE = {each.__name__: each for each in (plain, wrapped, accelerate, lightning, trainer)}
 
-LAYOUTS = ("nested", "app", "flattened", "optimizer", "lightning", "torchtitan", "numbers")
+LAYOUTS = ("nested", "app", "flattened", "optimizer", "torchtitan", "numbers")
 
 
 class _App:
@@ -205,8 +219,6 @@ def accelerates(folder: Path, model: Any, optimizer: Any) -> None:
 
 def fsdp2(folder: str) -> None:
     """On each of two ranks: one run, saved in all layouts."""
-    from torch.distributed.fsdp import fully_shard
-
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     model, _ = build()
@@ -222,7 +234,6 @@ def fsdp2(folder: str) -> None:
         "app": {"app": _App({"model": nested[0], "optim": nested[1]})},
         "flattened": {"model": flat[0], "optim": flat[1]},
         "optimizer": {"model": nested[0], "optimizer": nested[1]},
-        "lightning": {"state_dict": nested[0], "optimizer_0": nested[1]},
         "torchtitan": {**flat[0], "optimizer": flat[1], "train_state": {"step": torch.tensor(3)}},
         "numbers": {"model": model.state_dict(), "optim": optimizer.state_dict()},
     }
@@ -246,12 +257,18 @@ def fsdp2(folder: str) -> None:
         model.state_dict(),
         storage_writer=dcp.HuggingFaceStorageWriter(str(shards), save_distributed=True),
     )
-    own = train(model, optimizer, NEXT, rank, size)
-    both: list[Any] = [None, None]
-    dist.all_gather_object(both, own)
+    losses = {"fsdp2": train(model, optimizer, NEXT, rank, size)}
     if rank == 0:
-        means = [sum(pair) / size for pair in zip(*both, strict=True)]
-        Path(folder, "fsdp2.json").write_text(json.dumps(means))
+        shutil.rmtree(Path(folder, "lightning-fsdp2"), ignore_errors=True)
+    losses["lightning-fsdp2"] = lightnings(Path(folder, "lightning-fsdp2"), rank, size)
+    both: list[Any] = [None, None]
+    dist.all_gather_object(both, losses)
+    if rank == 0:
+        means = {}
+        for name in losses:
+            pairs = zip(*(each[name] for each in both), strict=True)
+            means[name] = [sum(pair) / size for pair in pairs]
+        Path(folder, "fsdp2.json").write_text(json.dumps(means, indent=1) + "\n")
     dist.destroy_process_group()
 
 

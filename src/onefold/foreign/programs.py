@@ -149,7 +149,7 @@ PROGRAMS: Sequence[ProgramFormat] = (
     )),
     ProgramFormat("Lightning", ("meta.pt", METADATA), (
         ProgramPart(".", "dcp", ()),
-        ProgramPart("meta.pt", "archive", ("meta",)),
+        ProgramPart("meta.pt", "archive", ()),
     )),
 )  # fmt: skip
 """Programs that write several files, in the order in which they are looked for."""
