@@ -195,8 +195,8 @@ def restore(mine: nn.Parameter, whole: nn.Parameter) -> None:
 
 
 def count(engine: Any, counts: Counter[str]) -> None:
-    """Count the gathers and reductions that an engine's hands execute."""
-    do = engine.hands.do
+    """Count the gathers and reductions that an engine's executor sees."""
+    do = engine.executor.do
     names = {Verb.GATHER: "gather", Verb.REDUCE: "reduce_scatter"}
 
     def counted(actions: Any) -> None:
@@ -204,7 +204,7 @@ def count(engine: Any, counts: Counter[str]) -> None:
         counts.update(names[verb] for verb, _ in listed if verb in names)
         do(listed)
 
-    engine.hands.do = counted
+    engine.executor.do = counted
 
 
 def matrix() -> list[dict[str, Any]]:

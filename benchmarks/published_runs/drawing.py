@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onefold.planner.clock_hands import PlannedSpan
+from onefold.planner.clock_executor import PlannedSpan
 from onefold.planner.simulate import StepTime
 
 ORDER = (

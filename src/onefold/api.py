@@ -19,7 +19,7 @@ from onefold.engine import adapters
 from onefold.engine import unsharded as whole_parameters
 from onefold.engine.engine import Engine
 from onefold.engine.registry import engine_of
-from onefold.engine.run_facts import Course
+from onefold.engine.run_facts import RunHistory
 from onefold.engine.walks import EventKind
 from onefold.fit.shares import AUTO, SharesChoice
 from onefold.inference.stream import examine_stream
@@ -46,10 +46,10 @@ class _LazyForecaster:
 
         return memory.needs_of(recipe, micro_batches=micro_batches, rank=rank)
 
-    def peaks_of(self, recipe: Recipe, rank: int | None, course: Course) -> dict[str, int]:
+    def peaks_of(self, recipe: Recipe, rank: int | None, history: RunHistory) -> dict[str, int]:
         from onefold.planner import memory
 
-        return memory.peaks_of(recipe, rank, course)
+        return memory.peaks_of(recipe, rank, history)
 
     def smallest_change(self, recipe: Recipe, shortage: int) -> str:
         from onefold.planner import memory
@@ -259,7 +259,7 @@ def report(module: nn.Module) -> Report:
         loaded_steps=engine.ledger.loaded_steps,
         skipped=engine.ledger.skipped,
         offload=engine.facts.description,
-        notes=_notes(engine),
+        notes=_run_notes(engine),
         memory=snapshot(engine.ledger),
         total=type(engine.ledger.total)(engine.ledger.total.now, engine.ledger.total.peak),
         predicted=_predicted_peaks(engine),
@@ -284,11 +284,11 @@ def _rates(engine: Engine) -> tuple[float | None, float | None]:
 def _predicted_peaks(engine: Engine) -> dict[str, int]:
     """Predicted peaks by kind; averages and anchors, which no plan knows, as they are."""
     positions = {id(p): i for unit in engine.units for i, p in enumerate(unit.parameters)}
-    diary = engine.schedule.open_calls.diary
+    event_log = engine.schedule.open_calls.event_log
     events = [
         event._replace(call=positions[event.call]) if event.kind is EventKind.GRAD else event
-        for event in diary.events
-        if diary.is_complete
+        for event in event_log.events
+        if event_log.is_complete
     ]
     peaks = with_kept(engine, engine.facts.predicted_peaks(events))
     for added in (Kind.AVERAGE, Kind.ANCHOR):
@@ -302,7 +302,7 @@ def _predicted_peaks(engine: Engine) -> dict[str, int]:
     return peaks
 
 
-def _notes(engine: Engine) -> tuple[str, ...]:
+def _run_notes(engine: Engine) -> tuple[str, ...]:
     """Name messages that the run could save, and bytes that no plan knows."""
     notes = [*engine.facts.notes, *describe_accumulation(engine)]
     policy, most = engine.policy, engine.facts.most_backwards

@@ -314,7 +314,7 @@ class Recipe:
             "shares": list(self.shares) if self.shares else None,
             "tiers_of_others": list(self.tiers_of_others),
             "inference": asdict(self.inference) if self.inference else None,
-            "units": [_plain(unit) for unit in self.units],
+            "units": [_plain_unit(unit) for unit in self.units],
         }
 
     @staticmethod
@@ -337,7 +337,7 @@ class Recipe:
         values["tiers_of_others"] = tuple(values.get("tiers_of_others", ()))
         inference = values.get("inference")
         values["inference"] = Inference(**inference) if inference else None
-        values["units"] = tuple(_unit(unit) for unit in values["units"])
+        values["units"] = tuple(_unit_of_plain(unit) for unit in values["units"])
         return Recipe(**values)
 
 
@@ -366,7 +366,7 @@ def _dtype(word: str | None) -> Any:
     return None if word is None else getattr(torch, word)
 
 
-def _plain(unit: UnitRecipe) -> dict[str, Any]:
+def _plain_unit(unit: UnitRecipe) -> dict[str, Any]:
     words = [
         {"dtype": _word(m.dtype), "compute_dtype": _word(m.compute_dtype)} for m in unit.members
     ]
@@ -374,7 +374,7 @@ def _plain(unit: UnitRecipe) -> dict[str, Any]:
     return asdict(unit) | {"members": members}
 
 
-def _unit(plain: Mapping[str, Any]) -> UnitRecipe:
+def _unit_of_plain(plain: Mapping[str, Any]) -> UnitRecipe:
     return UnitRecipe(**{**plain, "members": tuple(map(_member, plain["members"]))})
 
 

@@ -14,7 +14,7 @@ from onefold.axes.pipelines.driver import StageDriver
 from onefold.engine.driving import Action, Drive
 from onefold.engine.policy import Policy, UnitFacts
 from onefold.engine.registry import engine_of
-from onefold.engine.run_facts import Course, RunFacts
+from onefold.engine.run_facts import RunFacts, RunHistory
 from onefold.engine.schedule import Schedule
 from onefold.planner.replay import Replay, plain_events
 from onefold.recipe import Recipe
@@ -59,7 +59,7 @@ def test_a_plan_drives_a_stage_by_the_values_of_the_pipelines_driver(window, def
     engine: Any = SimpleNamespace(
         recipe=SimpleNamespace(keeps_gathered=defers, sums_rest=defers), units=trained,
         schedule=run, drive=run.drive, prepare=lambda: None,
-        hands=SimpleNamespace(do=lambda _: None), start_reductions=lambda: run.start(trained),
+        executor=SimpleNamespace(do=lambda _: None), start_reductions=lambda: run.start(trained),
     )  # fmt: skip
     driver = StageDriver(engine, window, splits=False)
     driver.begin(trains=True)
@@ -94,9 +94,9 @@ def test_a_run_under_several_shares_predicts_the_highest_peaks_of_all():
     peaks = {3: {"weight": 3, "all": 7}, 2: {"weight": 5, "grad": 1, "all": 6}}
 
     class Planner:
-        def peaks_of(self, recipe: Recipe, rank: int, course: Course) -> dict[str, int]:
+        def peaks_of(self, recipe: Recipe, rank: int, history: RunHistory) -> dict[str, int]:
             assert rank == 1
-            times = 1 + course.accumulates
+            times = 1 + history.accumulates
             return {kind: times * nbytes for kind, nbytes in peaks[recipe.world_size].items()}
 
     shares = [(Recipe(world_size=ranks), 1) for ranks in peaks]

@@ -32,7 +32,7 @@ POLICIES = {"stage 3": STAGE_3, "stage 2": STAGE_2, "stage 0": STAGE_0, "nodes":
 EACH_POLICY = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 
 
-class Hands:
+class Executor:
     """Executes actions on nothing: keeps account of units, and objects to what may not be."""
 
     def __init__(self, schedule: Schedule) -> None:
@@ -145,32 +145,32 @@ class Script:
             for unit in range(num_units)
         ]
         self.schedule = Schedule(policy, units)
-        self.hands = Hands(self.schedule)
+        self.executor = Executor(self.schedule)
         self.calls: list[tuple[Call, Use]] = []
         self.num_modules = [1] * num_units
 
     def forward(self, program: list[Use], phase: Phase = Phase.FORWARD) -> bool:
         """True if it ran to its end."""
-        hands, schedule = self.hands, self.schedule
+        executor, schedule = self.executor, self.schedule
         self.calls = []
-        hands.do(schedule.begin_forward(phase))
+        executor.do(schedule.begin_forward(phase))
         try:
             for use in program:
                 self.run(use, phase)
         except Raised:
             return False
         finally:
-            hands.do(schedule.end_forward(phase))
+            executor.do(schedule.end_forward(phase))
             if phase is Phase.EVALUATION and schedule.policy.frees_after_forward:
-                assert not hands.shown
+                assert not executor.shown
         return True
 
     def run(self, use: Use, phase: Phase) -> None:
-        hands, schedule = self.hands, self.schedule
+        executor, schedule = self.executor, self.schedule
         call, actions = schedule.enter(use.unit, phase)
-        hands.do(actions)
-        hands.used[use.unit] += 1
-        hands.check_usable(use.unit)
+        executor.do(actions)
+        executor.used[use.unit] += 1
+        executor.check_usable(use.unit)
         is_again = phase is Phase.BACKWARD
         is_whole = True
         try:
@@ -178,21 +178,23 @@ class Script:
                 raise Raised
             for inner in use.inside:
                 self.run(inner, phase)
-                hands.check_usable(use.unit)
+                executor.check_usable(use.unit)
         except Raised:
             is_whole = False
             raise
         finally:
-            hands.used[use.unit] -= 1
+            executor.used[use.unit] -= 1
             key = id(use) if is_whole else None
-            hands.do(schedule.leave(call, key, self.num_modules[use.unit], is_recompute=is_again))
+            executor.do(
+                schedule.leave(call, key, self.num_modules[use.unit], is_recompute=is_again)
+            )
             if is_whole and use.is_reached and phase is not Phase.EVALUATION:
                 schedule.expect_backward(call)
                 self.calls.append((call, use))
 
     def backward(self, num_trained: int = 2, *, is_last: bool = True, ends: bool = True) -> None:
         """Reach every watched call, the last finished first; then each parameter's gradient."""
-        hands, schedule = self.hands, self.schedule
+        executor, schedule = self.executor, self.schedule
         calls, self.calls = self.calls[::-1], []
         schedule.drive(replace(schedule.driven, accumulates=not is_last))
         schedule.begin_backward([num_trained] * len(schedule.units))
@@ -200,11 +202,11 @@ class Script:
         active: list[Call] = []  # reached, and not over: no call has been reached that ended before
         for call, use in calls:
             active = [other for other in active if other.started <= call.finished]
-            hands.used = Counter(other.unit for other in active)
-            hands.do(schedule.enter_backward(call))
+            executor.used = Counter(other.unit for other in active)
+            executor.do(schedule.enter_backward(call))
             active.append(call)
-            hands.used[use.unit] += 1
-            hands.check_usable(use.unit)
+            executor.used[use.unit] += 1
+            executor.check_usable(use.unit)
             if use.is_recomputed:
                 for inner in use.inside:
                     self.run(inner, Phase.BACKWARD)
@@ -212,20 +214,20 @@ class Script:
             left[use.unit] -= 1
             if not left[use.unit]:
                 for member in range(num_trained):
-                    hands.do(schedule.gradient(use.unit, member))
-        hands.used.clear()
+                    executor.do(schedule.gradient(use.unit, member))
+        executor.used.clear()
         if ends:
-            hands.do(schedule.end_backward())
-            assert not hands.flying
-            assert not hands.landed
+            executor.do(schedule.end_backward())
+            assert not executor.flying
+            assert not executor.landed
 
     def step(self) -> set[int]:
         stepped = self.schedule.early_steps.take()
-        self.hands.held.clear()
-        self.hands.do(self.schedule.rest())
-        assert not self.hands.shown
-        assert not self.hands.fresh
-        assert not self.hands.unsharded or self.schedule.policy.keeps_bytes
+        self.executor.held.clear()
+        self.executor.do(self.schedule.rest())
+        assert not self.executor.shown
+        assert not self.executor.fresh
+        assert not self.executor.unsharded or self.schedule.policy.keeps_bytes
         self.schedule.stepped()
         return stepped
 
@@ -253,14 +255,14 @@ def test_every_trained_unit_is_reduced_exactly_once_in_a_step(policy, program, c
     for micro in range(count):
         if not script.forward(program):
             return
-        before = script.hands.count(Verb.REDUCE)
+        before = script.executor.count(Verb.REDUCE)
         script.backward(is_last=micro == count - 1)
-        reduced = script.hands.count(Verb.REDUCE) - before
+        reduced = script.executor.count(Verb.REDUCE) - before
         is_deferred = policy.defers_reduction and micro < count - 1
         assert reduced == ({} if is_deferred else dict.fromkeys(range(5), 1))
     script.step()
-    assert script.hands.count(Verb.LAND) == script.hands.count(Verb.REDUCE)
-    followed = script.hands.count(Verb.FOLLOW)
+    assert script.executor.count(Verb.LAND) == script.executor.count(Verb.REDUCE)
+    followed = script.executor.count(Verb.FOLLOW)
     if policy.sums_rest:  # nodes talk once a step
         assert followed == dict.fromkeys(range(5), 1)
 
@@ -276,7 +278,7 @@ def test_ranks_that_use_other_parts_reduce_in_the_same_order(policy, programs):
             return
         script.backward()
         verbs = (Verb.REDUCE, Verb.FOLLOW)
-        orders.append([action for action in script.hands.done if action[0] in verbs])
+        orders.append([action for action in script.executor.done if action[0] in verbs])
     assert [unit for verb, unit in orders[0] if verb is Verb.REDUCE] == [3, 2, 1, 0]
     assert orders[0] == orders[1]
 
@@ -286,10 +288,10 @@ def test_ranks_that_use_other_parts_reduce_in_the_same_order(policy, programs):
 def test_ranks_that_use_other_units_gather_in_the_same_order_at_stages_1_and_2(programs):
     script = Script(STAGE_2, 4)
     for program in programs:
-        script.hands.done.clear()
+        script.executor.done.clear()
         if script.forward(program):
             script.backward()
-        gathered = [unit for verb, unit in script.hands.done if verb is Verb.GATHER]
+        gathered = [unit for verb, unit in script.executor.done if verb is Verb.GATHER]
         assert gathered == [0, 1, 2, 3]
         script.step()
 
@@ -302,7 +304,7 @@ def test_the_order_of_gathers_changes_nothing_where_modules_run_in_order():
             script.forward([Use(unit) for unit in range(6)])
             script.backward()
             script.step()
-        found.append(script.hands.done)
+        found.append(script.executor.done)
     assert found[0] == found[1]
 
 
@@ -314,9 +316,9 @@ def test_a_backward_that_fails_finishes_its_reductions_and_leaves_nothing_behind
     if not script.forward(program):
         return
     script.backward(ends=False)
-    script.hands.do(script.schedule.abort_backward())
-    assert not script.hands.flying
-    assert not script.hands.shown
+    script.executor.do(script.schedule.abort_backward())
+    assert not script.executor.flying
+    assert not script.executor.shown
     assert not script.schedule.early_steps
     for use in program:
         use.raises = False
@@ -332,24 +334,24 @@ def test_weights_that_a_graph_refers_to_stay_until_the_backward_ends(program):
         return
     _, use = script.calls[-1]
     script.schedule.hold(use.unit)
-    script.hands.held.add(use.unit)
+    script.executor.held.add(use.unit)
     script.backward(ends=False)
-    script.hands.held.clear()
-    script.hands.do(script.schedule.end_backward())
-    assert use.unit not in script.hands.unsharded
+    script.executor.held.clear()
+    script.executor.do(script.schedule.end_backward())
+    assert use.unit not in script.executor.unsharded
 
 
 def test_stage_3_gathers_a_unit_in_forward_and_again_in_backward_the_next_one_ahead():
     script = Script(STAGE_3, 3)
     program = [Use(0), Use(1), Use(2)]
     for _ in range(2):
-        script.hands.done.clear()
+        script.executor.done.clear()
         script.forward(program)
         script.backward()
         script.step()
-    gathered = [unit for verb, unit in script.hands.done if verb is Verb.GATHER]
+    gathered = [unit for verb, unit in script.executor.done if verb is Verb.GATHER]
     assert gathered == [0, 1, 2, 2, 1, 0]
-    done = script.hands.done
+    done = script.executor.done
     assert done.index((Verb.GATHER, 1)) < done.index((Verb.SHOW, 0))
     assert done.index((Verb.FREE, 0)) < done.index((Verb.SHOW, 1))
 
@@ -360,31 +362,31 @@ def test_stage_2_gathers_a_unit_once_a_step_whatever_the_micro_batches():
     for micro in range(4):
         script.forward(program)
         script.backward(is_last=micro == 3)
-    assert script.hands.count(Verb.GATHER) == {0: 1, 1: 1, 2: 1}
-    assert script.hands.count(Verb.REDUCE) == {0: 1, 1: 1, 2: 1}
+    assert script.executor.count(Verb.GATHER) == {0: 1, 1: 1, 2: 1}
+    assert script.executor.count(Verb.REDUCE) == {0: 1, 1: 1, 2: 1}
 
 
 def test_kept_units_are_gathered_once_over_evaluations_and_freed_when_training_goes_on():
     script = Script(STAGE_3, 4)
-    done, program = script.hands.done, [Use(unit) for unit in range(4)]
-    script.hands.do(script.schedule.keep(frozenset({0, 2})))
+    done, program = script.executor.done, [Use(unit) for unit in range(4)]
+    script.executor.do(script.schedule.keep(frozenset({0, 2})))
     for _ in range(3):
         script.forward(program, Phase.EVALUATION)
-        assert script.hands.unsharded == {0, 2}
-    assert script.hands.count(Verb.GATHER) == {0: 1, 1: 3, 2: 1, 3: 3}
+        assert script.executor.unsharded == {0, 2}
+    assert script.executor.count(Verb.GATHER) == {0: 1, 1: 3, 2: 1, 3: 3}
     done.clear()
     script.forward(program)
     assert {(Verb.FREE, 0), (Verb.FREE, 2)} <= set(done[: done.index((Verb.GATHER, 0))])
-    assert not script.hands.unsharded, "training frees as it does without"
+    assert not script.executor.unsharded, "training frees as it does without"
     script.backward()
     script.step()
-    script.hands.do(script.schedule.keep(frozenset({1})))
+    script.executor.do(script.schedule.keep(frozenset({1})))
     script.forward(program, Phase.EVALUATION)
     script.step()  # frees kept units; the next evaluation gathers them once more
     script.forward(program, Phase.EVALUATION)
-    assert script.hands.unsharded == {1}
-    script.hands.do(script.schedule.keep(frozenset()))
-    assert not script.hands.unsharded
+    assert script.executor.unsharded == {1}
+    script.executor.do(script.schedule.keep(frozenset()))
+    assert not script.executor.unsharded
 
 
 def test_a_kept_unit_of_a_stream_is_shown_for_an_operation_alone_until_its_module_runs():
@@ -411,25 +413,25 @@ def test_evaluations_that_keep_units_leave_training_as_it_was(policy, programs, 
         script.forward(programs[0])  # it learns the order of units
         script.backward()
         script.step()
-    keeping.hands.do(keeping.schedule.keep(kept))
+    keeping.executor.do(keeping.schedule.keep(kept))
     for program in programs:
         keeping.forward(program, Phase.EVALUATION)
     for script in (plain, keeping):
         script.step()
-        script.hands.done.clear()
+        script.executor.done.clear()
         script.forward(programs[0])
         script.backward()
-    assert keeping.hands.done == plain.hands.done
+    assert keeping.executor.done == plain.executor.done
 
 
 def test_units_that_a_graph_refers_to_outlive_the_evaluations_that_kept_them():
     script = Script(STAGE_3, 1)
-    script.hands.do(script.schedule.keep(frozenset({0})))
+    script.executor.do(script.schedule.keep(frozenset({0})))
     script.forward([Use(0)], Phase.EVALUATION)
     script.schedule.hold(0)
-    script.hands.held.add(0)
-    script.hands.do(script.schedule.keep(frozenset()))
-    assert script.hands.unsharded == {0}
+    script.executor.held.add(0)
+    script.executor.do(script.schedule.keep(frozenset()))
+    assert script.executor.unsharded == {0}
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
@@ -446,17 +448,17 @@ def test_a_unit_called_by_two_modules_is_freed_after_the_second():
     script = Script(STAGE_3, 2)
     script.num_modules = [2, 1]
     script.forward([Use(0), Use(1), Use(0)])
-    assert script.hands.count(Verb.GATHER)[0] == 1
-    assert script.hands.count(Verb.FREE)[0] == 1
+    assert script.executor.count(Verb.GATHER)[0] == 1
+    assert script.executor.count(Verb.FREE)[0] == 1
 
 
 def test_units_stepped_in_backward_wait_for_the_one_before_the_last():
     script = Script(replace(STAGE_3, steps_in_backward=True), 8)
     script.forward([Use(unit) for unit in range(8)])
     script.backward()
-    stepped = [unit for verb, unit in script.hands.done if verb is Verb.STEP]
+    stepped = [unit for verb, unit in script.executor.done if verb is Verb.STEP]
     assert stepped == [6, 4, 2, 0]  # even ones are offloaded
-    waited = [unit for verb, unit in script.hands.done if verb is Verb.WAIT_STEP]
+    waited = [unit for verb, unit in script.executor.done if verb is Verb.WAIT_STEP]
     assert waited == stepped[: len(stepped) - MAX_PENDING]
     assert script.step() == {0, 2, 4, 6}
 

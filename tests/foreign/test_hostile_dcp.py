@@ -68,7 +68,12 @@ def test_a_part_of_the_metadata_that_no_load_needs_may_be_gone(good, tmp_path):
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt, torch.OutOfMemoryError])
 @pytest.mark.parametrize(
     "place",
-    ["unpickling._Machine.load", "unpickling.torch.load", "metadata._checked", "archives.sizes_of"],
+    [
+        "unpickling._Machine.load",
+        "unpickling.torch.load",
+        "metadata._checked_metadata",
+        "archives.sizes_of",
+    ],
 )
 def test_an_error_that_says_nothing_of_the_bytes_is_not_told_as_damage(
     good, monkeypatch, place, error

@@ -14,7 +14,7 @@ from torch import nn
 import onefold
 from onefold.config import STAGES, Offload, Precision, precision_of
 from onefold.engine.registry import engine_of
-from onefold.engine.run_facts import Course
+from onefold.engine.run_facts import RunHistory
 from onefold.errors import ConfigError
 from onefold.planner.costs import Conditions
 from onefold.planner.machines import machine_of
@@ -165,7 +165,7 @@ def test_one_rank_on_the_cpu_keeps_local_casts_as_its_plan_says(offload, kept, p
         optimizer.zero_grad()
     held = onefold.report(module).memory.get("unsharded", {})
     peak = sum(usage.peak for usage in held.values())
-    found = peaks_of(engine.recipe, None, Course())
+    found = peaks_of(engine.recipe, None, RunHistory())
     assert peak == found.get("unsharded", 0)
     if kept:
         assert peak == (4 * (64 * 64 + 64) * 2 if precision == "bf16" else 0)

@@ -113,17 +113,17 @@ class Pipe:
             assert onefold.pipeline(self.schedule, window=window, tied=tied) is self.schedule
         self.counts: Counter[tuple[int, Verb, int]] = Counter()
         for i, module in self.modules.items():
-            self._count(i, engine_of(module).hands)
+            self._count(i, engine_of(module).executor)
 
-    def _count(self, stage: int, hands: Any) -> None:
-        do = hands.do
+    def _count(self, stage: int, executor: Any) -> None:
+        do = executor.do
 
         def counted(actions: Iterable[Any]) -> None:
             listed = list(actions)
             self.counts.update((stage, verb, unit) for verb, unit in listed)
             do(listed)
 
-        hands.do = counted
+        executor.do = counted
 
     def per_unit(self, verb: Verb, stage: int | None = None) -> list[int]:
         """How often each unit had `verb` since the last step, sorted and without repeats."""

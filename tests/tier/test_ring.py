@@ -53,9 +53,9 @@ class Addresses:
 
     def __init__(self, module: nn.Module) -> None:
         engine = engine_of(module)
-        self.units, self._do = engine.units, engine.hands.do
+        self.units, self._do = engine.units, engine.executor.do
         self.seen: list[tuple[str, int]] = []
-        engine.hands.__dict__["do"] = self._noting
+        engine.executor.__dict__["do"] = self._noting
 
     def _noting(self, actions: Iterable[Action]) -> None:
         for action in actions:

@@ -61,7 +61,7 @@ class ExpertAxis:
         return range(*self.bounds[self.group.rank : self.group.rank + 2])
 
 
-def _exchange(
+def _exchange_rows(
     axis: ExpertAxis, sent: Sequence[int], received: Sequence[int], rows: Tensor
 ) -> tuple[Tensor]:
     """Send consecutive parts of `rows`, of `sent` rows each, to ranks 0, 1, ...; get `received`."""
@@ -104,7 +104,7 @@ class Routing:
         counts = flat.new_zeros(bounds[-1]).scatter_add_(0, flat, torch.ones_like(flat))
         lengths = [stop - start for start, stop in pairwise(bounds)]
         mine = len(axis.own)
-        (theirs,) = _exchange(axis, lengths, [mine] * ranks, counts)
+        (theirs,) = _exchange_rows(axis, lengths, [mine] * ranks, counts)
         numbers = accelerator.Fetched(torch.cat([counts, theirs])).read()  # the only wait
         own, table = numbers[: bounds[-1]], numbers[bounds[-1] :].view(ranks, mine)
         self.sent = [int(part.sum()) for part in own.split(lengths)]
@@ -113,8 +113,8 @@ class Routing:
         experts = torch.arange(mine, device=index.device).repeat(ranks)
         self.experts = experts.repeat_interleave(theirs, output_size=sum(self.received))
         """int64 [received rows]: the expert of each, counted from this rank's first."""
-        self._there = partial(_exchange, axis, self.sent, self.received)
-        self._back = partial(_exchange, axis, self.received, self.sent)
+        self._there = partial(_exchange_rows, axis, self.sent, self.received)
+        self._back = partial(_exchange_rows, axis, self.received, self.sent)
 
     def dispatch(self, tokens: Tensor) -> Tensor:
         """Return the rows [received, width] of all ranks' `tokens` [n, width] for own experts."""

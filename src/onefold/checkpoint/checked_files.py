@@ -64,7 +64,7 @@ class BlockWriter:
         if len(view) >= SMALL_NBYTES or len(self._small) >= SMALL_NBYTES:
             self._write_small()
         if len(view) >= SMALL_NBYTES:
-            self._write(view)
+            self._write_blocks(view)
 
     def write_head(self, head: bytes) -> None:
         """Write the first bytes, which get a checksum of their own, too."""
@@ -73,9 +73,9 @@ class BlockWriter:
 
     def _write_small(self) -> None:
         small, self._small = self._small, bytearray()
-        self._write(memoryview(small))
+        self._write_blocks(memoryview(small))
 
-    def _write(self, view: memoryview) -> None:
+    def _write_blocks(self, view: memoryview) -> None:
         """Write block by block: the copy finds in the CPU's cache the bytes that the CRC read."""
         start = 0
         while start < len(view):

@@ -138,14 +138,16 @@ class ReadAhead:
         while self._wanted and self._free:
             chunk, room = self._wanted.popleft(), self._free.popleft()
             offset = chunk * READ_CHUNK_NBYTES
-            self._ready.append((chunk, self._pool.submit(_read, self._fd, room, offset), room))
+            self._ready.append(
+                (chunk, self._pool.submit(_read_chunk, self._fd, room, offset), room)
+            )
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
         os.close(self._fd)
 
 
-def _read(fd: int, room: mmap.mmap, offset: int) -> int:
+def _read_chunk(fd: int, room: mmap.mmap, offset: int) -> int:
     """Fill `room` from `offset` and return the number of bytes: fewer only at the file's end."""
     view, done = memoryview(room), 0
     while done < len(view):

@@ -334,7 +334,7 @@ def read_manifest(folder: Path) -> Manifest:
             got = f"format {fields['format']}, saved by {fields['versions']}"
             hint = "install that version of onefold"
             raise CheckpointError(f"a checkpoint of format {FORMAT} or older", got, hint=hint)
-        return _checked(fields)
+        return _checked_manifest(fields)
     except NOT_OF_BYTES:
         raise
     except Exception as error:
@@ -342,7 +342,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(what, got, hint=LOAD_ANOTHER) from error
 
 
-def _checked(fields: dict[str, Any]) -> Manifest:
+def _checked_manifest(fields: dict[str, Any]) -> Manifest:
     """Return a manifest whose fields have their types, with plain names of files."""
     files = {name: FileRecord(**record) for name, record in fields["files"].items()}
     optimizers = [OptimizerRecord(**record) for record in fields["optimizers"]]

@@ -107,7 +107,7 @@ def find_packed(files: PretrainedFiles) -> Iterator[tuple[str, Mxfp4 | FourBits]
         if name.endswith(BLOCKS) and f"{base}{SCALES}" in places:
             *shape, groups, half = files.shape(name)
             if len(shape) != 2 or [*shape, groups] != [*files.shape(f"{base}{SCALES}")]:
-                raise _refused(name, f"blocks of shape {[*shape, groups, half]}")
+                raise _refused_packed(name, f"blocks of shape {[*shape, groups, half]}")
             yield base, Mxfp4(name, f"{base}{SCALES}", (shape[0], 2 * groups * half, shape[1]))
         elif STATE in name:
             yield name.partition(STATE)[0], _four_bits(files, name)
@@ -125,12 +125,14 @@ def _four_bits(files: PretrainedFiles, state: str) -> FourBits:
         fits = fits and files.shape(parts[0]) == (-(-numel // block),)
         fits = fits and files.shape(parts[1]) == (16,)
     except (KeyError, TypeError, ValueError) as error:
-        raise _refused(base, f"a note that cannot be read: {str(error)[:80]}") from error
+        raise _refused_packed(base, f"a note that cannot be read: {str(error)[:80]}") from error
     if not fits:
-        raise _refused(base, f"{prod(files.shape(base))} bytes for a weight of {list(shape)}")
+        raise _refused_packed(
+            base, f"{prod(files.shape(base))} bytes for a weight of {list(shape)}"
+        )
     return FourBits(base, shape, about, (state, *parts))
 
 
-def _refused(name: str, got: str) -> CheckpointError:
+def _refused_packed(name: str, got: str) -> CheckpointError:
     wanted = f"the parts of {name!r} in the files to be numbers of 4 bits with scales"
     return CheckpointError(wanted, got, hint="download or save the folder again")

@@ -91,7 +91,7 @@ class OwnTensors:
     def _name_of(self, tensor: Tensor) -> str:
         if id(tensor) not in self._known:
             path = (RANK, f"{self._rank}.{self._start + len(self.held)}")
-            self.held.append(_whole(path, tensor, self))
+            self.held.append(_whole_value(path, tensor, self))
             self._known[id(tensor)] = self.held[-1].name, tensor
         return self._known[id(tensor)][0]
 
@@ -128,16 +128,16 @@ def _gradients_of(
         for parameter, mean in means.items():
             yield from rows[parameter].of((GRAD, parameter.fqn), mean)
         for parameter, grad in partial.items():
-            yield _whole((PARTIAL, str(model.rank), parameter.fqn), grad, inside)
+            yield _whole_value((PARTIAL, str(model.rank), parameter.fqn), grad, inside)
 
 
 def _of_first_rank(model: ShardedModel, inside: OwnTensors) -> Iterator[Held]:
     """Yield what the first rank of a module writes for all of them."""
     for name, buffer in (model.buffers() | model.notes()).items():
-        yield _whole((MODEL, name), buffer, inside)
+        yield _whole_value((MODEL, name), buffer, inside)
     for name, part in model.extra_states().items():
         for path, value in _leaves((MODEL, name), part.get_extra_state()):
-            yield _whole(path, value, inside)
+            yield _whole_value(path, value, inside)
 
 
 def _optimizer_state(
@@ -178,7 +178,7 @@ class _RowsOf:
             yield Held(path, own.detach(), self._offsets, shape, self._is_first)
 
 
-def _whole(path: Keys, value: Any, inside: OwnTensors) -> Held:
+def _whole_value(path: Keys, value: Any, inside: OwnTensors) -> Held:
     """Return an object, or a tensor that this rank writes whole."""
     if not isinstance(value, Tensor):
         return Held(path, inside.encoded(value, ".".join(map(str, path))))
@@ -188,7 +188,7 @@ def _whole(path: Keys, value: Any, inside: OwnTensors) -> Held:
 
 def _claimed(path: Keys, value: Any, inside: OwnTensors) -> Iterator[Held]:
     """Yield a value, if this rank has a part of it, that any rank with the same part may write."""
-    held = _whole(path, value, inside)
+    held = _whole_value(path, value, inside)
     if isinstance(value, DTensor):
         chunks = value.__create_chunk_list__()  # type: ignore[attr-defined]
         if not held.value.numel() and prod(value.shape):
@@ -213,7 +213,7 @@ def _leaves(path: Keys, value: Any) -> Iterator[tuple[Keys, Any]]:
 def named_groups(model: ShardedModel) -> list[dict[str, Any]]:
     """Return the param groups of all optimizers, with names in place of parameters."""
     groups = [group for optimizer in model.optimizers for group in shared_groups(optimizer)]
-    return [_named(group, model) for group in groups]
+    return [_group_by_names(group, model) for group in groups]
 
 
 def held_groups(groups: Sequence[dict[str, Any]], inside: OwnTensors) -> list[Held]:
@@ -222,7 +222,7 @@ def held_groups(groups: Sequence[dict[str, Any]], inside: OwnTensors) -> list[He
     return [held for path, value in leaves for held in _claimed(path, value, inside)]
 
 
-def _named(group: dict[str, Any], model: ShardedModel) -> dict[str, Any]:
+def _group_by_names(group: dict[str, Any], model: ShardedModel) -> dict[str, Any]:
     names = [model.parameter(tensor).fqn for tensor in group["params"]]
     names = [name for name in names if name not in model.left_out]
     choices = {key: value for key, value in group.items() if key != "params"}

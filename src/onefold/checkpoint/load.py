@@ -82,7 +82,7 @@ def _load_newest(loading: _Loading, directory: str | os.PathLike[str], *, missin
     passed_over = list(candidates[0].passed_over)
     for checkpoint in candidates:
         try:
-            extra = _load(loading, checkpoint)
+            extra = _load_found(loading, checkpoint)
         except BaseException as error:
             if checkpoint is candidates[-1] or not is_agreed(error):
                 raise
@@ -105,7 +105,7 @@ def _differing_directory(
     return difference(group, asked, "directory", hint, CheckpointError)
 
 
-def _load(loading: _Loading, checkpoint: Found) -> Any:
+def _load_found(loading: _Loading, checkpoint: Found) -> Any:
     """Load one checkpoint, and return this rank's `extra`."""
     group, models = loading.group, loading.models
     if checkpoint.manifest is not None and not checkpoint.manifest.frozen:

@@ -80,7 +80,9 @@ def export(
     try:
         begin(draft, outputs)
         with safetensors.OffsetWriter(draft.folder, outputs) as writer:
-            for name, pieces in groupby(_pieces(saved, weights), lambda entry: entry[1].place.file):
+            for name, pieces in groupby(
+                _pieces_in_order(saved, weights), lambda entry: entry[1].place.file
+            ):
                 own = list(pieces)
                 wanted = [_all_of(piece, saved.tensors[fqn].dtype) for fqn, piece in own]
                 with saved.store.open_file(name, wanted) as file:
@@ -158,7 +160,7 @@ def weights_of(
         yield master if is_wider else name, entry
 
 
-def _pieces(source: Source, names: Iterable[str]) -> list[tuple[str, Piece]]:
+def _pieces_in_order(source: Source, names: Iterable[str]) -> list[tuple[str, Piece]]:
     """Return the pieces of tensors in file order, each with the tensor's name."""
     pieces = [(name, piece) for name in names for piece in source.tensors[name].pieces]
     return sorted(pieces, key=lambda entry: (entry[1].place.file, entry[1].place.start))

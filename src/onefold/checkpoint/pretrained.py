@@ -327,13 +327,13 @@ def full_state_dict(
     for name, value in shown.items():
         owner = owners.get(name, id(value))
         if owner not in gathered:
-            gathered[owner] = _plain(value, packed.get(owner), is_wanted=is_wanted, cpu=cpu)
+            gathered[owner] = _plain_entry(value, packed.get(owner), is_wanted=is_wanted, cpu=cpu)
         if is_wanted:
             state[name] = gathered[owner]
     return state
 
 
-def _plain(value: Any, decoded: DecodedWeight | None, *, is_wanted: bool, cpu: bool) -> Any:
+def _plain_entry(value: Any, decoded: DecodedWeight | None, *, is_wanted: bool, cpu: bool) -> Any:
     """An entry of a state dict on its own; None where nobody wants it."""
     if not isinstance(value, torch.Tensor):  # of get_extra_state()
         return value

@@ -164,7 +164,7 @@ class Pretrained:
             index = tuple(slice(first, first + n) for first, n in zip(*box, strict=True))
             out.copy_(self._found.computed[known].values(self._quantized)[index])
         else:
-            out.copy_(self._rows(self._found.plain.get(known, known), box))
+            out.copy_(self._exact_rows(self._found.plain.get(known, known), box))
 
     def _fill_mosaic(self, known: str, box: Box, out: Tensor) -> None:
         if known not in self._moves:
@@ -175,9 +175,9 @@ class Pretrained:
                 continue
             at = zip(*move.box, box[0], strict=True)
             target = out[tuple(slice(start - own, start - own + n) for start, n, own in at)]
-            target.copy_(move.shaped(self._rows(move.source, move.origin)))
+            target.copy_(move.shaped(self._exact_rows(move.source, move.origin)))
 
-    def _rows(self, saved_name: str, box: Box) -> Tensor:
+    def _exact_rows(self, saved_name: str, box: Box) -> Tensor:
         """Read a box of a tensor in the files, in exact numbers."""
         scales = self._scales.get(saved_name)
         if scales is None:

@@ -176,7 +176,7 @@ class PretrainedFiles:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self.places = dict(_places(directory))
+        self.places = dict(_places_in(directory))
         self._open: dict[str, safe_open] = {}
         self._headers: dict[Path, tuple[int, dict[str, Any]]] = {}  # and where the tensors begin
 
@@ -244,7 +244,7 @@ def _indexed(index: Path) -> dict[str, str]:
     return places
 
 
-def _places(directory: Path) -> Iterator[tuple[str, str]]:
+def _places_in(directory: Path) -> Iterator[tuple[str, str]]:
     """Yield (tensor, file) for each tensor that the folder's index names, or its files hold."""
     if directory.is_file():
         raise _not_pretrained(directory, "a file")

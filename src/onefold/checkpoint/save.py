@@ -86,7 +86,7 @@ def save(
             hint = "keep the files that it was read from, or save onefold.full_state_dict(module)"
             refuse_quantized(model.parameters(), hint, are_kernels=True)
             model.engine.end_failed()
-            model.engine.hands.check_stepped()
+            model.engine.executor.check_stepped()
         model, engine = models[0], models[0].engine
         if model.rank == 0:
             draft.check()

@@ -114,22 +114,22 @@ class QuantizedFiles:
         found = [other for other in (*sorted(known), scb) if other in places]
         if code not in BYTES or others or len(found) != 1:
             beside = ", ".join(listed([*found, *others])) or "no scales"
-            raise _refused(name, f"{code} numbers with {beside}")
+            raise _refused_scales(name, f"{code} numbers with {beside}")
         (scale,) = found
-        blocks = self._blocks(shape, self._files.shape(scale), is_rows=scale == scb)
+        blocks = self._scale_blocks(shape, self._files.shape(scale), is_rows=scale == scb)
         if blocks is None:
             said = f"scales of shape {list(self._files.shape(scale))} in {scale!r}"
-            raise _refused(name, f"{said} for a weight of shape {list(shape)}")
+            raise _refused_scales(name, f"{said} for a weight of shape {list(shape)}")
         if self._files.code(scale) not in WIDE:
-            raise _refused(name, f"{self._files.code(scale)} scales in {scale!r}")
+            raise _refused_scales(name, f"{self._files.code(scale)} scales in {scale!r}")
         if scale == scb:
             layout = f"{prefix}.weight_format".lstrip(".")
             is_rows = layout not in places or not self._files.box(layout, ((0,), (1,))).any()
             if code != "I8" or not is_rows:
-                raise _refused(name, f"{code} numbers that are not in rows")
+                raise _refused_scales(name, f"{code} numbers that are not in rows")
         return Scales(scale, self._files.shape(scale), blocks, 1 / 127 if scale == scb else 1.0)
 
-    def _blocks(
+    def _scale_blocks(
         self, shape: tuple[int, ...], scales: tuple[int, ...], *, is_rows: bool
     ) -> tuple[int, ...] | None:
         """The elements that share a scale, by dimension; None for shapes that do not fit."""
@@ -170,6 +170,6 @@ def _config_of(directory: Path) -> dict[str, Any]:
     return said or {}
 
 
-def _refused(name: str, got: str) -> CheckpointError:
+def _refused_scales(name: str, got: str) -> CheckpointError:
     wanted = f"{name!r} in the files to be exact, or in 8 bits with scales"
     return CheckpointError(wanted, got, hint=HINT)

@@ -170,11 +170,12 @@ class Source:
         """Read tensors in place, by name; of DTensors this rank's pieces. Files come in order."""
         named = wanted.items()
         read_parts(
-            self.store, [p for name, v in named for p in _parts(name, self.tensors[name], v)]
+            self.store,
+            [p for name, v in named for p in _parts_of_tensor(name, self.tensors[name], v)],
         )
 
 
-def _parts(name: str, saved: SavedTensor, value: Tensor) -> Iterator[_Part]:
+def _parts_of_tensor(name: str, saved: SavedTensor, value: Tensor) -> Iterator[_Part]:
     """Yield the boxes of pieces that make up `value`, or this rank's piece of it."""
     own, offsets = value, (0,) * len(saved.shape)
     if not isinstance(value, DTensor):
@@ -300,7 +301,7 @@ class _RankStore:
             if name not in known:
                 saved = self.tensors[name]
                 known[name] = torch.empty(saved.shape, dtype=saved.dtype)
-                read_parts(self, _parts(name, saved, known[name]))
+                read_parts(self, _parts_of_tensor(name, saved, known[name]))
             return known[name]
 
         return untagged(listed, tensor_of)

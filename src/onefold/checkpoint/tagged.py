@@ -103,7 +103,7 @@ def untagged(value: Any, tensor_of: Callable[[str], Tensor]) -> Any:
     return _LEAVES[name](inside, tensor_of)
 
 
-def _named(name: str, kind: type) -> Any:
+def _torch_object(name: str, kind: type) -> Any:
     found = getattr(torch, name)
     if type(found) is not kind:
         raise TypeError(f"{name[:80]!r} as a {kind.__name__}")
@@ -120,9 +120,9 @@ _LEAVES: dict[str, Callable[[Any, Callable[[str], Tensor]], Any]] = {
     "complex": lambda text, _: complex(text),
     "bytes": lambda name, tensor_of: bytes(tensor_of(name).numpy().tobytes()),
     "bytearray": lambda name, tensor_of: bytearray(tensor_of(name).numpy().tobytes()),
-    "dtype": lambda name, _: _named(name, torch.dtype),
-    "layout": lambda name, _: _named(name, torch.layout),
-    "memory_format": lambda name, _: _named(name, torch.memory_format),
+    "dtype": lambda name, _: _torch_object(name, torch.dtype),
+    "layout": lambda name, _: _torch_object(name, torch.layout),
+    "memory_format": lambda name, _: _torch_object(name, torch.memory_format),
     "device": lambda text, _: torch.device(text),
     "parameter": _parameter,
     "tensor": lambda name, tensor_of: tensor_of(name),

@@ -66,7 +66,7 @@ class Targets:
         is_whole = everyone is model.engine.group  # no model axis has cut partial gradients
         keeps = is_whole and not model.engine.recipe.shards_parameters
         self._keeps_partials = source.saved_ranks == everyone.world_size and keeps
-        self._refuse(self._model_mismatches() + self._optimizer_mismatches())
+        self._refuse_other_module(self._model_mismatches() + self._optimizer_mismatches())
         with source.believing("the param groups and companions"):
             self._saved_groups = self._read_groups() if model.optimizers else []
             self._compare_groups()
@@ -90,7 +90,7 @@ class Targets:
 
     # mismatches
 
-    def _refuse(self, mismatches: list[str]) -> None:
+    def _refuse_other_module(self, mismatches: list[str]) -> None:
         refuse_mismatches(
             f"checkpoint {str(self.source.path)!r} to match the module and its optimizers",
             mismatches,
@@ -140,8 +140,10 @@ class Targets:
     def _read_groups(self) -> list[dict[str, Any]]:
         """Return the saved param groups: hyper-parameters, and the names of parameters."""
         unnumbered = [name for name, path in self._groups.items() if not isinstance(path[2], int)]
-        self._refuse([f"{name}: param groups by number are wanted" for name in unnumbered])
-        values = self._read(self._groups, self.model.engine.context.store.device)
+        self._refuse_other_module(
+            [f"{name}: param groups by number are wanted" for name in unnumbered]
+        )
+        values = self._read_named(self._groups, self.model.engine.context.store.device)
         groups = _nested(values, self._groups).get(OPTIM, {})
         groups = [{"params": [], **group} for group in groups.get("param_groups", [])]
         lists = self.source.lists
@@ -155,7 +157,9 @@ class Targets:
             return
         ours, theirs = self.model.groups(), self._saved_groups
         if len(ours) != len(theirs):
-            self._refuse([f"{len(ours)} param groups to load, {len(theirs)} in the checkpoint"])
+            self._refuse_other_module(
+                [f"{len(ours)} param groups to load, {len(theirs)} in the checkpoint"]
+            )
         mismatches = []
         for index, (group, saved) in enumerate(zip(ours, theirs, strict=True)):
             here = {self.model.parameter(tensor).fqn for tensor in group["params"]}
@@ -165,7 +169,7 @@ class Targets:
             mismatches += [
                 f"{n}: in param group {index} of the checkpoint alone" for n in sorted(there - here)
             ]
-        self._refuse(mismatches)
+        self._refuse_other_module(mismatches)
 
     def _compare_companions(self) -> None:
         """Raise `CheckpointError` for islands that another number of ranks has saved."""
@@ -181,7 +185,7 @@ class Targets:
 
     # reading
 
-    def _read(
+    def _read_named(
         self, names: Sequence[str] | Keys | dict[str, Any], device: torch.device | None = None
     ) -> dict[str, Any]:
         """Read objects, and small tensors, by name; to `device` unless they are numbers."""
@@ -193,11 +197,11 @@ class Targets:
     def read(self) -> None:
         """Read weights and buffers in place, gradients and optimizer states as new tensors."""
         saved = {name: (tuple(t.shape), t.dtype) for name, t in self._saved_tensors().items()}
-        self._refuse(make_room(self.model.module, saved, "checkpoint"))
+        self._refuse_other_module(make_room(self.model.module, saved, "checkpoint"))
         wanted = self._tensors()
         self.source.fill({name: value for name, value in wanted.items() if value is not None})
         objects = [name for name, value in wanted.items() if value is None]
-        self._values = wanted | self._read([*objects, *self._extra_paths])
+        self._values = wanted | self._read_named([*objects, *self._extra_paths])
 
     def _tensors(self) -> dict[str, Any]:
         """Return tensors to read into, by name; None for an object."""
@@ -312,7 +316,7 @@ class Targets:
     def finish(self) -> None:
         """Hand the values that were read to the engine, the module and the optimizers."""
         engine, values = self.model.engine, self._values
-        self._refuse(
+        self._refuse_other_module(
             [
                 f"{alias}: other values than {parameter.fqn}, with which the module ties it"
                 for name, (parameter, alias) in self._copies().items()

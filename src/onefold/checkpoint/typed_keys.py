@@ -38,13 +38,13 @@ def as_words(value: Any, name_of: Callable[[Tensor], str | None], where: str) ->
         names, context = value.__tensor_flatten__()
         inner = {name: as_words(getattr(value, name), name_of, where) for name in names}
         made = (context, value.shape, value.stride())
-        return {_WRAPPER: _name(value)} | {
+        return {_WRAPPER: _class_name(value)} | {
             "inner": inner, "made": (made,),  # as in format 1
         }  # fmt: skip
     if isinstance(value, Enum):  # inside of an object
-        return {_MEMBER: value.name, "of": _name(value)}
+        return {_MEMBER: value.name, "of": _class_name(value)}
     if is_of_attributes(type(value)):
-        return {_OBJECT: _name(value), "attributes": as_words(vars(value), name_of, where)}
+        return {_OBJECT: _class_name(value), "attributes": as_words(vars(value), name_of, where)}
     if not isinstance(value, dict):
         return value
 
@@ -52,7 +52,7 @@ def as_words(value: Any, name_of: Callable[[Tensor], str | None], where: str) ->
         if isinstance(key, str) and not key.startswith(_MARK):
             return key
         try:
-            return _MARK + json.dumps(_described(key, name_of))
+            return _MARK + json.dumps(_described_key(key, name_of))
         except TypeError as error:
             wanted = f"keys of {where} that are words, numbers, tuples of them, or parameters"
             hint = "save the module without this optimizer, or change the class's keys"
@@ -62,14 +62,14 @@ def as_words(value: Any, name_of: Callable[[Tensor], str | None], where: str) ->
     return words or {_MARK: None}
 
 
-def _described(key: object, name_of: Callable[[Tensor], str | None]) -> object:
+def _described_key(key: object, name_of: Callable[[Tensor], str | None]) -> object:
     if isinstance(key, Tensor):
         fqn = name_of(key)
         if fqn is None:
             raise TypeError("a tensor that is no parameter")
         return {"parameter": fqn}
     if type(key) is tuple:
-        return [_described(part, name_of) for part in key]
+        return [_described_key(part, name_of) for part in key]
     if type(key) not in (str, int, float, bool, type(None)):
         raise TypeError("another type")
     return key
@@ -111,7 +111,7 @@ def as_keys(value: Any, key_of: Callable[[str], Tensor | None]) -> Any:
     return {key: as_keys(value[word], key_of) for word, key in keys.items() if word not in left_out}
 
 
-def _name(value: object) -> str:
+def _class_name(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 

@@ -40,7 +40,7 @@ def take_order(group: Group, optimizers: Sequence[Optimizer], parameters: Sequen
     """
     mine = names_in_groups(optimizers, parameters)
     wanted = first(group, lambda: mine)
-    together(group, lambda: _check(mine, wanted, group.rank))
+    together(group, lambda: _check_names(mine, wanted, group.rank))
     tensors = {owned.fqn: owned.parameter for owned in parameters}
     known = set(map(id, tensors.values()))
     for optimizer, of_groups in zip(optimizers, wanted, strict=True):
@@ -49,7 +49,7 @@ def take_order(group: Group, optimizers: Sequence[Optimizer], parameters: Sequen
             held["params"][:] = [tensors[name] if name else next(others) for name in names]
 
 
-def _check(mine: Names, wanted: Names, rank: int) -> None:
+def _check_names(mine: Names, wanted: Names, rank: int) -> None:
     hint = "make groups from the same names on every rank"
     if [len(groups) for groups in mine] != [len(groups) for groups in wanted]:
         got = f"{list(map(len, mine))} on rank {rank} but {list(map(len, wanted))} on rank 0"

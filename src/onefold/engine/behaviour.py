@@ -222,7 +222,7 @@ def _probed(question: Question) -> tuple[Behaviour | None, frozenset[str]]:
     try:
         sys.setprofile(refuse_messages)
         together = stepped(question, MATRICES)
-        behaviour = _compare(question, together)
+        behaviour = _compare_apart(question, together)
         behaviour = replace(behaviour, unsavable=_unsavable(together, behaviour))
     except Sends as error:
         behaviour = Behaviour(sends=str(error))
@@ -238,7 +238,7 @@ def _probed(question: Question) -> tuple[Behaviour | None, frozenset[str]]:
     return behaviour, frozenset(question.reads)
 
 
-def _compare(question: Question, together: Run) -> Behaviour:
+def _compare_apart(question: Question, together: Run) -> Behaviour:
     apart = [
         stepped(question, [shape], start) for shape, start in zip(MATRICES, (0, 6), strict=True)
     ]

@@ -204,13 +204,13 @@ class _StepBlock:
         lends = any(nbytes)
         lending = device.lend(sum(nbytes), fills_by_host=is_far) if lends else nullcontext()
         with watching, lending as slot, device.working(step.ready):
-            *parts, grads = _parts(slot, [dtype for dtype, _ in tensors], nbytes, numel)
+            *parts, grads = _slot_parts(slot, [dtype for dtype, _ in tensors], nbytes, numel)
             near = self._bring_all(parts)
             if grads is not None:
                 for segment in self._segments:
                     self._take_grad(segment, grads)
             device.arrived()
-            self._run(near, grads)
+            self._run_block(near, grads)
             for buffer, part in zip(step.buffers, parts, strict=True):
                 if part is not None:
                     self._take_back(buffer, part)
@@ -227,7 +227,7 @@ class _StepBlock:
             for buffer, part, reads in zip(step.buffers, parts, is_read, strict=False)
         ]
 
-    def _run(self, near: list[Tensor], grads: Tensor | None) -> None:
+    def _run_block(self, near: list[Tensor], grads: Tensor | None) -> None:
         step = self._step
         moments = dict(zip(step.moments, near[1:], strict=False))
         weight = near[-1] if len(near) > 1 + len(moments) else near[0]
@@ -319,7 +319,7 @@ def _is_staged(buffer: Buffer, device: StepDevice) -> bool:
     return buffer.far is not None or not device.is_at(buffer.tensor, buffer.tier)
 
 
-def _parts(
+def _slot_parts(
     slot: Room | None, dtypes: Sequence[torch.dtype], nbytes: Sequence[int], numel: int
 ) -> Iterator[Tensor | None]:
     """Yield the slot's page-aligned part for each tensor; None for one stepped in place."""

@@ -129,7 +129,7 @@ class MovingAverage:
         The values share memory with the average. `torch.distributed.checkpoint` saves them, and
         loads them at any number of ranks. `onefold.save` needs no call of it.
         """
-        averages = {p.fqn: p.wrap(own) for p, own in self._rows()}
+        averages = {p.fqn: p.wrap(own) for p, own in self._average_rows()}
         return {"averages": averages, "num_updates": self.num_updates}
 
     @torch.no_grad()
@@ -140,7 +140,7 @@ class MovingAverage:
             StateError: names, shapes or the number of ranks differ. Nothing is changed then.
         """
         averages: dict[str, Tensor] = state_dict["averages"]
-        rows = self._rows()
+        rows = self._average_rows()
         shapes = {name: tuple(value.shape) for name, value in averages.items()}
         wanted = {parameter.fqn: parameter.shape for parameter, _ in rows}
         for name in sorted(shapes.keys() | wanted.keys()):
@@ -166,7 +166,7 @@ class MovingAverage:
 
     def saved_rows(self) -> list[tuple[UnitParameter, Tensor]]:
         """Return this rank's rows of the average; none while the weights show it."""
-        return [] if self._is_applied else self._rows()
+        return [] if self._is_applied else self._average_rows()
 
     def rank_state(self) -> dict[str, Any]:
         """The number of updates."""
@@ -177,7 +177,7 @@ class MovingAverage:
         self.num_updates = int(state["num_updates"])
         self._forget()
 
-    def _rows(self) -> list[tuple[UnitParameter, Tensor]]:
+    def _average_rows(self) -> list[tuple[UnitParameter, Tensor]]:
         """This rank's rows of the average of each parameter."""
         return [
             (parameter, parameter.own_rows(buffer.tensor))

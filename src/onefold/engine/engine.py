@@ -1,9 +1,9 @@
-"""The engine of one sharded module: torch announces events, a schedule decides, hands execute.
+"""The engine of one sharded module: torch announces events, a schedule decides, an executor acts.
 
     hooks.py     torch calls module hooks and autograd hooks
     engine.py    turns them into events of this module; checks that weights have not changed
     schedule.py  returns the actions that follow
-    hands.py     executes them on units (unit/), whose messages go over the wire (wire/)
+    executor.py     executes them on units (unit/), whose messages go over the wire (wire/)
 
 The step of an offloaded unit runs in blocks in the background (blocks.py). The next use of the unit
 waits for it.
@@ -24,7 +24,7 @@ from torch import nn
 from onefold.engine.activations import saved_activations_of
 from onefold.engine.companions import Companions
 from onefold.engine.driving import Drive
-from onefold.engine.hands import Hands, Stepper, facts_of
+from onefold.engine.executor import Executor, Stepper, facts_of
 from onefold.engine.pipelined import STAGES, Pipeline, warn_undriven
 from onefold.engine.policy import policy_of
 from onefold.engine.run_facts import Marks, RunFacts
@@ -66,7 +66,7 @@ class Engine:
         self.saved = saved_activations_of(module, units, context)
         self.schedule = Schedule(policy, [facts_of(unit) for unit in units])
         self.schedule.keep(frozenset(i for i, unit in enumerate(recipe.units) if unit.stays))
-        self.hands = Hands(self.schedule, units, context.routes.rest)
+        self.executor = Executor(self.schedule, units, context.routes.rest)
         self.by_sharded = {id(p.sharded): p for unit in units for p in unit.parameters}
         self._index: dict[object, int] = {unit: index for index, unit in enumerate(units)}
         self.companions = Companions()  # averages and islands
@@ -77,7 +77,7 @@ class Engine:
 
     def drive(self, drive: Drive) -> None:
         """Follow a driver's choices from now on."""
-        self.hands.do(self.schedule.drive(drive))
+        self.executor.do(self.schedule.drive(drive))
 
     @contextmanager
     def driven(self, **choices: Any) -> Iterator[None]:
@@ -98,22 +98,22 @@ class Engine:
 
     def unshard_for_use(self, unit: Unit) -> None:
         """An operation outside the unit's modules needs unsharded parameters now."""
-        self.hands.do(self.schedule.show(self._index[unit], is_recorded=torch.is_grad_enabled()))
+        self.executor.do(self.schedule.show(self._index[unit], is_recorded=torch.is_grad_enabled()))
 
     def on_use(self, unit: Unit, outputs: object) -> None:
         """Note that such an operation is over: backward must find the unit unsharded, too."""
         call, actions = self.schedule.use(self._index[unit], is_recorded=torch.is_grad_enabled())
-        self.hands.do(actions)
+        self.executor.do(actions)
         call.note_edits(unit.edits.at_rest())
         watch_outputs(ref(self), [call], list(tensors_in(outputs)))
 
     def note_hooked(self, parameter: UnitParameter) -> None:
         """Note that a parameter with users' hooks has its reduced gradient."""
-        self.hands.hooks.due[parameter] = None
+        self.executor.hooks.due[parameter] = None
 
     def note_reduced(self, gradient: UnitGradient) -> None:
         """Note that a tiled weight's gradient is complete."""
-        self.hands.do(self.schedule.note_reduced(self._index[gradient.unit]))
+        self.executor.do(self.schedule.note_reduced(self._index[gradient.unit]))
 
     @property
     def is_unsharded(self) -> bool:
@@ -140,12 +140,12 @@ class Engine:
         if schedule.forward_depth == 0 and phase is not Phase.BACKWARD:
             self.prepare()
             self.marks.begin("forward", lane=phase)
-        self.hands.do(schedule.begin_forward(phase))
+        self.executor.do(schedule.begin_forward(phase))
 
     def prepare(self) -> None:
         """Weights are about to be used: end whatever failed, follow the module and gradients."""
         self.end_failed()
-        for stepper in list(self.hands.steppers):
+        for stepper in list(self.executor.steppers):
             stepper.recover()
         self._follow()
         for unit in self.units:
@@ -172,7 +172,7 @@ class Engine:
     def end_forward(self) -> None:
         """The root's forward is over, by return or exception."""
         phase = self._phase()
-        self.hands.do(self.schedule.end_forward(phase))
+        self.executor.do(self.schedule.end_forward(phase))
         if self.schedule.forward_depth == 0 and phase is not Phase.BACKWARD:
             self.marks.end()
 
@@ -184,7 +184,7 @@ class Engine:
             self.prepare() if self.schedule.is_backward else self._follow()
         call, actions = self.schedule.enter(index, phase)
         call.note_edits(self.units[index].edits.at_rest())
-        self.hands.do(actions)
+        self.executor.do(actions)
         if not self.is_unsharded:
             verb = "recompute" if phase is Phase.BACKWARD else "forward"
             self.marks.enter(call, verb, self.units[index].name)
@@ -194,7 +194,7 @@ class Engine:
         """A module's forward is over; reshard the unit once all its modules have run."""
         self.marks.leave(call)
         key = None if module is None else id(module)
-        self.hands.do(self.schedule.leave(call, key, num_modules, is_recompute=in_backward()))
+        self.executor.do(self.schedule.leave(call, key, num_modules, is_recompute=in_backward()))
 
     def hold_alias(self, tensor: nn.Parameter) -> None:
         """A module returned an unsharded weight or a view of one: keep it until backward ends."""
@@ -223,7 +223,7 @@ class Engine:
             unit.gradient.begin()
         actions = self.schedule.begin_backward(self._trained())
         self.marks.begin("backward", lane=Phase.BACKWARD)
-        self.hands.do(actions)
+        self.executor.do(actions)
         if not self.schedule.driven.joins_backwards:
             announce_end(ref(self))
 
@@ -246,22 +246,22 @@ class Engine:
             raise refusals.CHANGED(unit.name, where=unit.context.where)
         actions = self.schedule.enter_backward(call, builds_graph=torch.is_grad_enabled())
         self.marks.leave(*self.schedule.ended)
-        self.hands.do(actions)
+        self.executor.do(actions)
         self.marks.enter(call, "backward", unit.name)
 
     def on_grad(self, parameter: UnitParameter, unit: Unit) -> None:
         """Autograd has accumulated into an unsharded weight's gradient."""
-        schedule, hands = self.schedule, self.hands
+        schedule, executor = self.schedule, self.executor
         if not schedule.is_backward or self._has_failed:
             self.begin_backward()
         flying = schedule.reductions.may_land
         try:
-            if flying is not None and hands.has_landed(flying):
-                hands.do(schedule.landed())
+            if flying is not None and executor.has_landed(flying):
+                executor.do(schedule.landed())
         finally:  # a gradient that nobody noted would be added to that of the next backward
             unit.gradient.note_fired(parameter)
         if actions := schedule.gradient(self._index[unit], id(parameter)):
-            hands.do(actions)
+            executor.do(actions)
 
     def end_backward(self) -> None:
         """Autograd is done: reshard every unit, finish every reduction."""
@@ -273,12 +273,12 @@ class Engine:
         gradients = [unit.gradient for unit in self.units]
         for index in range(len(gradients)) if defers else driven.rests:
             gradients[index].rest_partial()
-        self.hands.do(actions)
+        self.executor.do(actions)
         if not defers:
             reductions.note_unused({i for i, grad in enumerate(gradients) if grad.is_unused})
         self.marks.end()
-        if self.hands.hooks.due and not driven.walks_apart:  # a pipeline runs them at its end
-            self.hands.hooks.run(self.units)
+        if self.executor.hooks.due and not driven.walks_apart:  # a pipeline runs them at its end
+            self.executor.hooks.run(self.units)
 
     def leave_failed_backward(self) -> None:
         """An exception ended backward: show parameters without its gradients until the abort."""
@@ -292,12 +292,12 @@ class Engine:
         """An exception ended backward: drop its gradients, reshard every unit."""
         self._has_failed = False
         self._is_torn = self._is_torn or bool(self.schedule.early_steps)
-        self.hands.take_stepped()
-        self.hands.hooks.forget()
+        self.executor.take_stepped()
+        self.executor.hooks.forget()
         for unit in self.units:
             unit.gradient.discard()
-        self.hands.do(self.schedule.abort_backward())
-        self.hands.drain()
+        self.executor.do(self.schedule.abort_backward())
+        self.executor.drain()
         for unit in self.units:
             unit.gradient.lose()
         self.rest()
@@ -309,7 +309,7 @@ class Engine:
         """Reshard all units; keep nothing unsharded."""
         if self.saved is not None:
             self.saved.end_all()
-        self.hands.do(self.schedule.rest())
+        self.executor.do(self.schedule.rest())
         for unit in self.units:
             unit.rows.give_back()
 
@@ -318,24 +318,24 @@ class Engine:
         for unit in self.units:
             unit.gradient.check_whole()
         if any(unit.gradient.partial or unit.gradient.reduction.waits for unit in self.units):
-            self.hands.do(self.schedule.complete(self._trained()))
-            self.hands.hooks.run(self.units)
+            self.executor.do(self.schedule.complete(self._trained()))
+            self.executor.hooks.run(self.units)
 
     def start_reductions(self) -> None:
         """Begin to reduce what rests, whatever each rank's batches used; `finish` waits for it."""
         for unit in self.units:
             unit.gradient.check_whole()
             unit.gradient.drop_cleared()
-        self.hands.do(self.schedule.start(self._trained()))
+        self.executor.do(self.schedule.start(self._trained()))
 
     def before_step(self, stepper: Stepper) -> None:
         """An optimizer is about to step: reshard all units, bring edited weights to masters."""
-        hooks, schedule = self.hands.hooks, self.schedule
+        hooks, schedule = self.executor.hooks, self.schedule
         is_early = hooks.turn or schedule.is_backward
         if is_early and hooks.begin_step(stepper.held, self.units, schedule):
             return
         self.end_failed()
-        stepped = self.hands.take_stepped(stepper)
+        stepped = self.executor.take_stepped(stepper)
         self.marks.begin("step")
         self.rest()
         for unit in self.units:
@@ -359,8 +359,8 @@ class Engine:
         for unit in self.units:
             if unit in stepped:
                 unit.publish(is_rounded=unit in rounded or unit.steps_in_blocks)
-        if self.hands.hooks.edits:
-            self.hands.hooks.end_step(self.units, self.schedule)
+        if self.executor.hooks.edits:
+            self.executor.hooks.end_step(self.units, self.schedule)
         else:
             self.schedule.stepped()
             self.marks.end()
@@ -382,7 +382,7 @@ class Engine:
         self.schedule.add(facts)
         for unit in units:
             self._index[unit] = len(self.units)
-            self.units.append(unit)  # the list of `hands`, too
+            self.units.append(unit)  # the list of `executor`, too
             self.by_sharded |= {id(p.sharded): p for p in unit.parameters}
         if self.saved is not None:
             self.saved.keep([unit.weight.tensor for unit in units])
@@ -406,7 +406,7 @@ class Engine:
         """Note that all weights were loaded anew: no backward has torn them, or stepped some."""
         if self.schedule.is_backward:
             self.abort_backward()
-        self.hands.take_stepped()
+        self.executor.take_stepped()
         self._is_torn = False
 
     # an engine belongs to one module in one process

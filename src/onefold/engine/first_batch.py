@@ -47,7 +47,7 @@ class _FirstBatch:
         self.handle.remove()
         self.handle = None
         _warn_of_others(root, (args, kwargs), self._group)
-        _compare(self._group, digest_of((args, kwargs)), _generator_of(root))
+        _compare_batches(self._group, digest_of((args, kwargs)), _generator_of(root))
 
 
 def compare_first_batches(module: nn.Module, group: Group) -> None:
@@ -90,7 +90,7 @@ def _warn_of_others(root: nn.Module, arguments: object, group: Group) -> None:
         seen.update(inputs)
 
 
-def _compare(group: Group, batch: str, generator: str) -> None:
+def _compare_batches(group: Group, batch: str, generator: str) -> None:
     everyone = group.gather((batch, generator))
     if group.rank != 0:
         return

@@ -101,7 +101,7 @@ class FlatStep:
 
     def import_state(self, parameter: UnitParameter, state: State) -> None:
         """Cut per-parameter state to own rows; flat groups take it over at the next step."""
-        self._split(parameter.unit)
+        self._split_states(parameter.unit)
         own = {name: _own_rows(parameter, name, value) for name, value in state.items()}
         self._imported[parameter] = own
         self._shown[parameter] = {  # until a flat group takes it over
@@ -268,12 +268,12 @@ class FlatStep:
         ]
         known = self._cuts.get(unit)
         if known is None or known[0] != key:
-            self._split(unit)
-            cut = [self._cut(unit, *group) for group in zip(members, rules, strict=True)]
+            self._split_states(unit)
+            cut = [self._cut_states(unit, *group) for group in zip(members, rules, strict=True)]
             known = self._cuts[unit] = key, cut
         return known[1]
 
-    def _split(self, unit: Unit) -> None:
+    def _split_states(self, unit: Unit) -> None:
         """Give every parameter its part of the states, so that the unit can be cut again."""
         _, cut = self._cuts.pop(unit, (None, []))
         for flat in (flat for flats in cut for flat in flats):
@@ -283,7 +283,7 @@ class FlatStep:
                     for name, value in flat.state.items()
                 }
 
-    def _cut(self, unit: Unit, members: list[UnitParameter], rule: Rule) -> list[FlatGroup]:
+    def _cut_states(self, unit: Unit, members: list[UnitParameter], rule: Rule) -> list[FlatGroup]:
         index = {parameter: i for i, parameter in enumerate(unit.parameters)}
         shows = unit.gradient.shows_mean
         stretches: list[list[UnitParameter]] = []
@@ -299,7 +299,7 @@ class FlatStep:
         state = self._imported.get(parameter, {})
         own = self._reads and self._attributes(parameter)
         return own, [
-            (name, "rows" if _is_rows(parameter, name, value) else _plain(value))
+            (name, "rows" if _is_rows(parameter, name, value) else _plain_number(value))
             for name, value in sorted(state.items())
         ]
 
@@ -388,7 +388,7 @@ def _is_rows(parameter: UnitParameter, name: str, value: object) -> bool:
     return value.dim() > 0 or (parameter.slot.replicated and name not in NUMBERS)
 
 
-def _plain(value: object) -> object:
+def _plain_number(value: object) -> object:
     return value.item() if isinstance(value, Tensor) else value
 
 

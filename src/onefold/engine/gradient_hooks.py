@@ -40,17 +40,17 @@ class GradientHooks:
     def run(self, units: Sequence[Unit]) -> None:
         """Run all hooks that are due, if there are some: the backward is over."""
         self._turns = {unit: turn for turn, unit in enumerate(reversed(units))}
-        self._run(sorted(self.due, key=lambda p: (self._turns[p.unit], p.index)))
+        self._run_hooked(sorted(self.due, key=lambda p: (self._turns[p.unit], p.index)))
 
     def run_early(self, unit: Unit) -> None:
         """Run the hooks of a unit that backward steps next."""
         self._is_early = True
         try:
-            self._run([parameter for parameter in unit.parameters if parameter in self.due])
+            self._run_hooked([parameter for parameter in unit.parameters if parameter in self.due])
         finally:
             self._is_early = False
 
-    def _run(self, hooked: Sequence[UnitParameter]) -> None:
+    def _run_hooked(self, hooked: Sequence[UnitParameter]) -> None:
         self._hooked = set(hooked)
         for parameter in hooked:
             del self.due[parameter]
@@ -78,7 +78,7 @@ class GradientHooks:
         Raises `StateError` if its gradients are not complete.
         """
         if self.turn is not None:
-            self._check(held(), self.turn)
+            self._check_turn(held(), self.turn)
         if not (schedule.is_backward and in_backward()):
             return False
         index = {unit: number for number, unit in enumerate(units)}
@@ -96,7 +96,7 @@ class GradientHooks:
             self.edits[index[unit]] = unit.edits.at_rest()
         return True
 
-    def _check(self, held: Iterable[UnitParameter], turn: UnitParameter) -> None:
+    def _check_turn(self, held: Iterable[UnitParameter], turn: UnitParameter) -> None:
         """Raise `StateError` if the hook of `turn` steps parameters too early.
 
         Of a hook that is still to come, a gradient from before this backward is a part of a sum.

@@ -240,7 +240,7 @@ class InferenceHooks(ModuleHooks):
         finally:
             if records:
                 torch._C._set_grad_enabled(True)
-        return tree_map_only(Tensor, _checked, outputs) if records else None
+        return tree_map_only(Tensor, _checked_inputs, outputs) if records else None
 
     def _follow_parts(self, *, are_called: bool) -> None:
         """Hook the parts of the module only while a forward has work for them: hooks take time."""
@@ -250,7 +250,7 @@ class InferenceHooks(ModuleHooks):
                 (part.register if are_called else part.unregister)()
 
 
-def _checked(output: Tensor) -> Tensor:
+def _checked_inputs(output: Tensor) -> Tensor:
     if not (output.is_floating_point() or output.is_complex()):
         return output
     anchor = torch.empty(0, requires_grad=True)  # autograd asks an input whether to run

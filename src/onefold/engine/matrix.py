@@ -60,7 +60,7 @@ class MatrixStep:
 
     def kept_here(self, parameters: Sequence[UnitParameter]) -> list[UnitParameter]:
         """Return the parameters that this rank owns; give owners to those without one."""
-        self._assign(sorted(parameters, key=_place))
+        self._assign(sorted(parameters, key=_exchange_order))
         return [parameter for parameter in parameters if self._is_mine(parameter)]
 
     def keeper_of(self, parameter: UnitParameter) -> int | None:
@@ -74,7 +74,7 @@ class MatrixStep:
         """For each group, return unsharded parameters of this rank with gradients, and states."""
         self._entered = {}
         self._exact.clear()
-        for parameter in sorted(itertools.chain.from_iterable(groups), key=_place):
+        for parameter in sorted(itertools.chain.from_iterable(groups), key=_exchange_order):
             self._entered.setdefault(parameter.unit, []).append(parameter)
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for unit, members in self._entered.items():
@@ -151,7 +151,7 @@ class MatrixStep:
         mine = by_owner[unit.context.rank]
         sent = [[rows[p] for p in owned] for owned in by_owner]
         numels = [[p.slot.piece_numel(rank) for p in mine] for rank in range(len(by_owner))]
-        from_ranks = _exchange(unit, sent, numels)
+        from_ranks = _exchange_by_rank(unit, sent, numels)
         for i, p in enumerate(mine):
             cut = p.slot.cut
             pieces = [rows[i].view(cut.piece_shape(rank)) for rank, rows in enumerate(from_ranks)]
@@ -163,7 +163,7 @@ class MatrixStep:
         mine = [(p.slot, self._unsharded[p].detach()) for p in by_owner[rank]]
         sent = [[slot.cut.own_view(t, to) for slot, t in mine] for to in range(len(by_owner))]
         numels = [[p.slot.piece_numel(rank) for p in owned] for owned in by_owner]
-        for owned, pieces in zip(by_owner, _exchange(unit, sent, numels), strict=True):
+        for owned, pieces in zip(by_owner, _exchange_by_rank(unit, sent, numels), strict=True):
             for parameter, rows in zip(owned, pieces, strict=True):
                 parameter.stepped.copy_(rows.view(parameter.local.shape))
 
@@ -173,12 +173,14 @@ class MatrixStep:
         return [[p for p in members if self._owner[p] == rank] for rank in ranks]
 
 
-def _place(parameter: UnitParameter) -> tuple[int, str, int]:
+def _exchange_order(parameter: UnitParameter) -> tuple[int, str, int]:
     """The order in which ranks exchange rows, whatever the order of their groups."""
     return parameter.spec.index, parameter.spec.name, parameter.index
 
 
-def _exchange(unit: Unit, sent: list[list[Tensor]], numels: list[list[int]]) -> list[list[Tensor]]:
+def _exchange_by_rank(
+    unit: Unit, sent: list[list[Tensor]], numels: list[list[int]]
+) -> list[list[Tensor]]:
     """Send tensors to each rank; return the flat tensors that came, of `numels` by rank."""
     if not any(sent) and not any(numels):
         return [[] for _ in sent]

@@ -85,7 +85,7 @@ class OptimizerBinding:
         self._state_bytes[engine] = Account(
             self, Kind.OPTIMIZER, engine.context.store.name, engine.ledger
         )
-        engine.hands.steppers.add(self)
+        engine.executor.steppers.add(self)
         self._reserve(optimizer)
         self._predict(optimizer, engine)
         tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
@@ -259,7 +259,7 @@ class OptimizerBinding:
         if any(tensor.requires_grad for tensor in held):
             return
         for engine in self.engines:
-            steppers = [s for s in engine.hands.steppers if isinstance(s, OptimizerBinding)]
+            steppers = [s for s in engine.executor.steppers if isinstance(s, OptimizerBinding)]
             for parameter in engine.by_sharded.values():
                 if _grad(parameter) is not None and not any(s.holds(parameter) for s in steppers):
                     wanted = f"{type(optimizer).__name__} to hold parameters that train"

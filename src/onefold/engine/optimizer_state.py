@@ -113,10 +113,12 @@ class OwnStates:
     def register(self, optimizer: Optimizer) -> None:
         """Watch what is saved and loaded from now on."""
         optimizer.register_state_dict_post_hook(self._name_keepers)
-        own = partial(self._load, ref(optimizer))
+        own = partial(self._load_own, ref(optimizer))
         setattr(optimizer, "load_state_dict", own)  # noqa: B010
 
-    def _load(self, find: Callable[[], Optimizer | None], state_dict: Mapping[str, Any]) -> None:
+    def _load_own(
+        self, find: Callable[[], Optimizer | None], state_dict: Mapping[str, Any]
+    ) -> None:
         """Let the class load this rank's state, without names of keepers, which it may look for.
 
         Raises `StateError` for another rank's state, before anything is loaded.

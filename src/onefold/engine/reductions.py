@@ -80,9 +80,9 @@ class Reductions:
                 continue
             if due not in self._ready:
                 return
-            self._start(due, out)
+            self._start_reduction(due, out)
 
-    def _start(self, unit: int, out: list[Action], *, at_once: bool = False) -> None:
+    def _start_reduction(self, unit: int, out: list[Action], *, at_once: bool = False) -> None:
         # one hides behind the next unit's compute; a further one holds gradients and a buffer more
         while self._in_flight and not at_once:
             self.land(out)
@@ -136,7 +136,7 @@ class Reductions:
         for unit in list(self._order):
             is_due = unit not in self._started or self._fired[unit]
             if is_due and self._trained[unit]:
-                self._start(unit, out, at_once=at_once)
+                self._start_reduction(unit, out, at_once=at_once)
 
     def drain(self, out: list[Action]) -> None:
         """Finish every reduction that is under way."""

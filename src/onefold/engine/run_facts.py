@@ -14,7 +14,7 @@ from onefold.wire.lanes import CALL, PhaseNow
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class RunHistory:
     """What a run has done that no recipe says.
 
     Attributes:
@@ -46,8 +46,8 @@ class Forecaster(Protocol):
         """Return the most bytes of each memory, without activations."""
         ...
 
-    def peaks_of(self, recipe: Recipe, rank: int | None, course: Course) -> dict[str, int]:
-        """Return the most bytes of each kind, and of all ("all"), after such a course."""
+    def peaks_of(self, recipe: Recipe, rank: int | None, history: RunHistory) -> dict[str, int]:
+        """Return the most bytes of each kind, and of all ("all"), after such a run."""
         ...
 
     def smallest_change(self, recipe: Recipe, shortage: int) -> str:
@@ -68,7 +68,7 @@ class RunFacts:
         notes: exceptions to the plan.
         shares: recipes that the run has had, and the rank's number among the shares of each.
         most_kept: bytes of unsharded weights that `onefold.generating` kept, or more.
-        most_shown, shows_grads: as in `Course`.
+        most_shown, shows_grads: as in `RunHistory`.
         most_backwards: backwards before one step, outside of `accumulate`.
     """
 
@@ -114,13 +114,13 @@ class RunFacts:
 
     def predicted_peaks(self, events: Iterable[Noted] = ()) -> dict[str, int]:
         """Return the highest prediction: one for all the shares that the run has had."""
-        course = Course(
+        history = RunHistory(
             self._has_accumulated, tuple(events), self.most_kept, self.most_shown,
             shows_grads=self.shows_grads, repeats=self.most_backwards > 1,
         )  # fmt: skip
         highest: dict[str, int] = {}
         for recipe, rank in self.shares:
-            for kind, nbytes in self.forecaster.peaks_of(recipe, rank, course).items():
+            for kind, nbytes in self.forecaster.peaks_of(recipe, rank, history).items():
                 highest[kind] = max(nbytes, highest.get(kind, 0))
         return highest
 

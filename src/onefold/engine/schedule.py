@@ -1,7 +1,7 @@
 """Decide when each unit is gathered, freed, reduced and stepped. No torch here.
 
 A schedule takes events and returns actions. It touches nothing: the engine executes them on tensors
-(engine/hands.py), the planner on bytes and clocks (planner/*_hands.py). See docs/adr/0017.
+(engine/executor.py), the planner on bytes and clocks (planner/*_executor.py). See docs/adr/0017.
 
 One step, event by event (units are numbers, in the order of the module):
 
@@ -122,7 +122,7 @@ class Schedule:
         self.forward_depth = max(0, self.forward_depth - 1)
         if self.forward_depth == 0 and phase is not Phase.BACKWARD:
             self.uses.begin()
-            self.open_calls.diary.end_forward()
+            self.open_calls.event_log.end_forward()
             for unit in range(len(self.units)):
                 if self.policy.gathers_in_order and unit not in self._fresh:
                     self._gather(unit, out)  # another rank may have used it
@@ -234,8 +234,8 @@ class Schedule:
         late, self._late = self._late, []
         for successor in late:
             self._gather(successor, out, is_ahead=True)
-        if self.open_calls.diary.is_open:
-            self.open_calls.diary.note_gradient(unit, member)
+        if self.open_calls.event_log.is_open:
+            self.open_calls.event_log.note_gradient(unit, member)
         self.reductions.note_gradient(unit, member, out, waits=self.driven.joins_backwards)
         if self.policy.steps_in_backward:
             self._step_reduced(out)
@@ -257,7 +257,7 @@ class Schedule:
     def end_backward(self) -> list[Action]:
         """Autograd is done: free units, finish reductions."""
         out: list[Action] = []
-        self.open_calls.diary.end()
+        self.open_calls.event_log.end()
         self._end_calls()
         for unit in range(len(self.units)):
             if not self.builds_graph:
@@ -288,15 +288,15 @@ class Schedule:
 
     def complete(self, trained: Sequence[int]) -> list[Action]:
         """Reduce gradients of an accumulation that ended without its last micro-batch."""
-        return self._start(trained, frozenset(), at_once=False) + self.finish()
+        return self._start_all(trained, frozenset(), at_once=False) + self.finish()
 
     def start(self, trained: Sequence[int]) -> list[Action]:
         """Begin to reduce what rests, all at once; `finish` follows."""
         all_rest = self.policy.defers_reduction or self.policy.sums_rest
         others = frozenset(range(0 if all_rest else len(trained))) - self.driven.rests
-        return self._start(trained, others, at_once=True)
+        return self._start_all(trained, others, at_once=True)
 
-    def _start(self, trained: Sequence[int], rests: Set[int], *, at_once: bool) -> list[Action]:
+    def _start_all(self, trained: Sequence[int], rests: Set[int], *, at_once: bool) -> list[Action]:
         out: list[Action] = []
         self.reductions.begin(trained, rests, is_last=True)
         self.reductions.start_all(out, at_once=at_once)

@@ -25,7 +25,7 @@ class Followed(Protocol):
     units: list[Unit]
     by_sharded: dict[int, UnitParameter]
     group: Group
-    hands: Any
+    executor: Any
     build_adapters: Any
     module: Any
 
@@ -66,7 +66,7 @@ def follow(engine: Followed) -> None:
     if not any(is_frozen(parameter) for parameter in engine.by_sharded.values()):
         where, why = (added[0], "a parameter that it did not shard") if added else ("", removed)
         raise _changed(engine, where or gone[0].fqn, why)
-    _compare(engine, [_described(fqn, tensors[fqn]) for fqn in added])
+    _compare_added(engine, [_described_parameter(fqn, tensors[fqn]) for fqn in added])
     for parameter in gone:
         with torch._C.DisableTorchFunctionSubclass():
             parameter.sharded.requires_grad_(False)
@@ -74,7 +74,7 @@ def follow(engine: Followed) -> None:
     if added:
         with torch.inference_mode(False):  # they train later
             engine.add(engine.build_adapters(engine))
-    for unit in engine.units if not engine.hands.steppers else ():
+    for unit in engine.units if not engine.executor.steppers else ():
         unit.drop_master()
     rename(engine, tree)
 
@@ -105,11 +105,11 @@ def is_frozen(parameter: UnitParameter) -> bool:
         return not parameter.sharded.requires_grad
 
 
-def _described(fqn: str, tensor: nn.Parameter) -> str:
+def _described_parameter(fqn: str, tensor: nn.Parameter) -> str:
     return f"{fqn} {list(tensor.shape)} {tensor.dtype} requires_grad={tensor.requires_grad}"
 
 
-def _compare(engine: Followed, mine: list[str]) -> None:
+def _compare_added(engine: Followed, mine: list[str]) -> None:
     """Raise `StateError` on every rank unless all ranks have added the same parameters."""
     group = engine.group
     for rank, theirs in enumerate(group.gather(mine)):

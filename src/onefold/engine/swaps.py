@@ -77,7 +77,7 @@ def _exchanged(
     """Put own rows, and their states, in place of sharded parameters; keep states as replaced."""
     seen = {tensor: _seen(parameter, binding) for tensor, parameter in held.items()}
     shown, groups = optimizer.state, [group["params"] for group in optimizer.param_groups]
-    own = {tensor: _own_rows(shown.get(tensor, {})) for tensor in held}
+    own = {tensor: _local_entry(shown.get(tensor, {})) for tensor in held}
     others = {key: entry for key, entry in dict.items(shown) if key not in held}
     state: defaultdict[Tensor, State] = defaultdict(dict, others)
     state.update({seen[tensor]: dict(entry) for tensor, entry in own.items()})
@@ -107,5 +107,5 @@ def _seen(parameter: UnitParameter, binding: Binding) -> Tensor:
     return seen
 
 
-def _own_rows(entry: State) -> State:
+def _local_entry(entry: State) -> State:
     return {name: local_of(v) if isinstance(v, DTensor) else v for name, v in entry.items()}

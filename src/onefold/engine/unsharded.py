@@ -80,7 +80,7 @@ class _Gradients:
         for parameter, plain in shown.items():
             if plain.requires_grad:
                 plain.register_hook(partial(self._follow_clear, parameter, ref(plain)))
-                plain.register_post_accumulate_grad_hook(partial(self._note, parameter))
+                plain.register_post_accumulate_grad_hook(partial(self._note_grad, parameter))
 
     def _follow_clear(self, parameter: UnitParameter, plain: ref[Tensor], _: Tensor) -> None:
         """Before a gradient is added: `optimizer.zero_grad` knows the sharded parameter alone."""
@@ -89,7 +89,7 @@ class _Gradients:
             if found is not None and parameter in self._seen and parameter.sharded._grad is None:
                 found.grad = None
 
-    def _note(self, parameter: UnitParameter, _: Tensor) -> None:
+    def _note_grad(self, parameter: UnitParameter, _: Tensor) -> None:
         if parameter.unit.is_tiled or self._is_over:
             refused = refusals.LATE_BACKWARD if self._is_over else refusals.TILED_INSIDE
             raise refused(parameter.fqn, where=parameter.spec.context.where)

@@ -4,7 +4,7 @@ Call, OpenCalls which calls of modules backward will reach, and is not through w
 ModuleUses      how many modules of each unit run, and which have run
 Successors      the order in which the last walk used units, so the next gather starts early
 EarlySteps      which offloaded units backward steps, and how many at a time
-Diary           the events of a micro-batch, for a prediction
+EventLog        the events of a micro-batch, for a prediction
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Noted(NamedTuple):
     num_modules: int = 1
 
 
-class Diary:
+class EventLog:
     """The events of the first micro-batch that trains, until its backward is over.
 
     A prediction plays them again: tied weights and shared modules keep a unit unsharded for longer
@@ -164,7 +164,7 @@ class OpenCalls:
         self._calls: list[WeakSet[Call]] = [WeakSet() for _ in range(num_units)]
         self._begun: list[Call] = []  # backward has reached them, and is not through with them
         self.held = HeldUnits()  # that no call announces
-        self.diary = Diary()
+        self.event_log = EventLog()
         self.walk = 0  # the forward of the root that runs, or whose backward runs
 
     def grow(self, num_units: int) -> None:
@@ -173,27 +173,27 @@ class OpenCalls:
 
     def open(self, unit: int, clock: int, *, is_module: bool = True) -> Call:
         """A module starts, or an operation outside the unit's modules is over."""
-        self.diary.note(EventKind.ENTER if is_module else EventKind.USE, unit, clock)
+        self.event_log.note(EventKind.ENTER if is_module else EventKind.USE, unit, clock)
         return Call(unit, clock, self.walk)
 
     def leave(self, call: Call, clock: int, module: Hashable, num_modules: int) -> None:
         """The forward of a call is over."""
         call.finish(clock)
-        self.diary.note(EventKind.LEAVE, call.unit, call.started, module, num_modules)
+        self.event_log.note(EventKind.LEAVE, call.unit, call.started, module, num_modules)
 
     def hold(self, unit: int) -> None:
         """A graph or an output refers to the unit's unsharded weights."""
-        self.diary.note(EventKind.HOLD, unit)
+        self.event_log.note(EventKind.HOLD, unit)
 
     def add(self, call: Call) -> None:
         """Backward will reach a call."""
-        self.diary.note(EventKind.EXPECT, call.unit, call.started)
+        self.event_log.note(EventKind.EXPECT, call.unit, call.started)
         self._calls[call.unit].add(call)
 
     def begin_walk(self, clock: int, phase: Phase, driven: Drive) -> None:
         """A forward of the root starts."""
         self.walk, is_plain = clock, phase is Phase.FORWARD and driven.is_plain
-        self.diary.begin(is_plain=is_plain, goes_on=any(self._calls))
+        self.event_log.begin(is_plain=is_plain, goes_on=any(self._calls))
 
     def reach(self, call: Call) -> list[Call]:
         """Backward reaches a call; return the calls that it is through with, for `close`."""
@@ -202,7 +202,7 @@ class OpenCalls:
 
     def begin(self, call: Call) -> None:
         """Backward begins with a call."""
-        self.diary.note(EventKind.BACKWARD, call.unit, call.started)
+        self.event_log.note(EventKind.BACKWARD, call.unit, call.started)
         self._begun.append(call)
 
     def begun_units(self) -> set[int]:

@@ -194,7 +194,7 @@ def with_residents(recipe: Recipe) -> Recipe:
     near = sum(unit_held.weight for unit_held in held) if recipe.rests_near else 0
     large = (unit for unit in recipe.units if unit.tile_nbytes)
     tiles = NUM_TILES * max((_tile_nbytes(unit, recipe.rest_world) for unit in large), default=0)
-    blocks, stacks = _blocks(recipe, held), stack_nbytes(recipe)
+    blocks, stacks = _module_blocks(recipe, held), stack_nbytes(recipe)
     room = inference.budget - near - tiles - stacks
     sizes = [sum(block.values()) for block in blocks]
     if sum(sizes) <= room:
@@ -233,7 +233,7 @@ def held_by(recipe: Recipe, rank: int | None = None) -> list[UnitBytes]:
     ]
 
 
-def _blocks(recipe: Recipe, held: Sequence[UnitBytes]) -> Blocks:
+def _module_blocks(recipe: Recipe, held: Sequence[UnitBytes]) -> Blocks:
     """Blocks in the order of the module; tiled units are in none."""
     blocks: list[dict[int, int]] = []
     for index, (unit, unit_held) in enumerate(zip(recipe.units, held, strict=True)):

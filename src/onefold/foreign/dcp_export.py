@@ -52,7 +52,7 @@ def export_dcp(
     try:
         draft.begin()
         writer = _Writer(draft.folder, saved.aliases)
-        _write(planner, writer)
+        _write_items(planner, writer)
         files = {path.name: path.stat().st_size for path in sorted(draft.folder.iterdir())}
         draft.publish()
     except BaseException as error:
@@ -61,7 +61,7 @@ def export_dcp(
     return Exported(saved.path, saved.step, files, planner.num_tensors)
 
 
-def _write(planner: _Planner, writer: _Writer) -> None:
+def _write_items(planner: _Planner, writer: _Writer) -> None:
     """Write all items: the calls of `dcp.save`, which warns where there is no process group."""
     writer.set_up_storage_writer(True)
     local = writer.prepare_local_plan(planner.create_local_plan())

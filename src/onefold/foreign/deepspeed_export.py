@@ -46,7 +46,7 @@ def export_deepspeed(source: str | os.PathLike[str], target: str | os.PathLike[s
     try:
         draft.begin()
         writer = _FolderWriter(draft.folder)
-        _write(content, writer)
+        _write_content(content, writer)
         draft.publish()
     except BaseException as error:
         draft.abandon()
@@ -79,24 +79,28 @@ class _Content:
             elif keys[1] in weights:
                 content.states[keys[1]][keys[2]] = name
             else:
-                raise _refused(source, f"a weight for state {name[:80]!r}", "none")
+                raise _refused_export(source, f"a weight for state {name[:80]!r}", "none")
         content.groups = [groups[index] for index in sorted(groups)]
-        content._check()
+        content._check_content()
         return content
 
-    def _check(self) -> None:
+    def _check_content(self) -> None:
         names = [*self.weights, *(key for of in self.states.values() for key in of)]
         for name in names:
             if not _is_file_name(name):
-                raise _refused(self.source, "names that are names of folders", repr(name[:80]))
+                raise _refused_export(
+                    self.source, "names that are names of folders", repr(name[:80])
+                )
         if not self.groups:
-            raise _refused(self.source, "an optimizer, which DeepSpeed resumes", "weights alone")
+            raise _refused_export(
+                self.source, "an optimizer, which DeepSpeed resumes", "weights alone"
+            )
         for index, group in enumerate(self.groups):
             wanted = f"one step for all parameters of param group {index}, as DeepSpeed keeps it"
             kinds = {frozenset(self.states[name]) for name in group["params"]}
             steps = {self.step_of(name) for name in group["params"]}
             if len(kinds) > 1 or len(steps) > 1:
-                raise _refused(self.source, wanted, f"steps {sorted(steps)}")
+                raise _refused_export(self.source, wanted, f"steps {sorted(steps)}")
 
     def step_of(self, name: str) -> float:
         """Return the step of a parameter; 0 for one that was not stepped."""
@@ -113,7 +117,7 @@ class _Content:
         return value.float() if value.is_floating_point() else value
 
 
-def _refused(source: Source, wanted: str, got: str) -> CheckpointError:
+def _refused_export(source: Source, wanted: str, got: str) -> CheckpointError:
     hint = "--to dcp writes weights and states of any name and step"
     return CheckpointError(f"{wanted}, in {str(source.path)!r}", got, hint=hint)
 
@@ -140,7 +144,7 @@ class _FolderWriter:
         self.files[file] = path.stat().st_size
 
 
-def _write(content: _Content, writer: _FolderWriter) -> None:
+def _write_content(content: _Content, writer: _FolderWriter) -> None:
     trained = {name for group in content.groups for name in group["params"]}
     for name, read in content.weights.items():
         more = {"cat_dim": 0} if name in trained else {}

@@ -37,7 +37,7 @@ def add_universal(tree: Tree, model: ModelStates) -> None:
         weight = f"{UNIVERSAL}/{name}/{FP32_FILE}"
         tree.add((MODEL, name), _value(tree, weight), weight)
     file = f"{UNIVERSAL}/{OPTIMIZER_FILE}"
-    states = named(_opened(tree, file, OPTIMIZER_NAMES), "the optimizer")
+    states = named(_archive_in(tree, file, OPTIMIZER_NAMES), "the optimizer")
     own = named(states.get("optimizer_state_dict") or {"state": {}}, "optimizer states")["state"]
     numbers = {
         index: {key: v for key, v in of.items() if isinstance(v, StoredTensor) and v.sizes == ()}
@@ -55,7 +55,7 @@ def _add_parameter(tree: Tree, folder: Path, name: str, shape: Extents) -> None:
 
 
 def _value(tree: Tree, file: str) -> Any:
-    saved = _opened(tree, file)
+    saved = _archive_in(tree, file)
     return saved[PARAM] if isinstance(saved, dict) else saved
 
 
@@ -69,5 +69,5 @@ def _shaped(saved: Any, file: str, shape: Extents) -> StoredTensor | SavedTensor
     return joined_runs(file, shape, saved.dtype, [run_of(saved, file, 0, prod(shape))])
 
 
-def _opened(tree: Tree, file: str, classes: Set[str] = frozenset()) -> Any:
+def _archive_in(tree: Tree, file: str, classes: Set[str] = frozenset()) -> Any:
     return read_archive(tree.folder / file, classes)

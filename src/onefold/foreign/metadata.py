@@ -52,12 +52,14 @@ def read_metadata(data: bytes, files: Mapping[str, FileRecord], what: str) -> tu
     """
     metadata = read_pickle(data, _METADATA_NAMES, what)
     with believing(what):
-        return _checked(_state(metadata, "metadata.Metadata"), files)
+        return _checked_metadata(_state(metadata, "metadata.Metadata"), files)
 
 
-def _checked(state: dict[str, Any], files: Mapping[str, FileRecord]) -> tuple[Listing, bool]:
+def _checked_metadata(
+    state: dict[str, Any], files: Mapping[str, FileRecord]
+) -> tuple[Listing, bool]:
     marks = _state(state.get("storage_meta"), "metadata.StorageMeta").get("modules", ())
-    places = dict(_places(state["storage_data"], files))
+    places = dict(_storage_places(state["storage_data"], files))
     ranges = sorted({(place.file, *place.range) for place in places.values()})
     for (file, _, stop), (other, start, _) in pairwise(ranges):
         if file == other and start < stop:
@@ -70,7 +72,7 @@ def _checked(state: dict[str, Any], files: Mapping[str, FileRecord]) -> tuple[Li
             objects[name] = places[name, None]
             continue
         if id(saved) not in known:  # of tied weights, one entry for all names
-            known[id(saved)] = _described(saved)
+            known[id(saved)] = _described_tensor(saved)
         shape, dtype, boxes = known[id(saved)]
         pieces = (Piece(*box, places[name, box[0]]) for box in boxes if prod(box[1]))
         tensors[name] = SavedTensor(shape, dtype, tuple(pieces))
@@ -109,7 +111,7 @@ def sizes_of(value: Any) -> Extents:
     return extents(value)
 
 
-def _places(
+def _storage_places(
     storage: dict[Any, Any], files: Mapping[str, FileRecord]
 ) -> Iterator[tuple[tuple[str, Extents | None], Place]]:
     for key, value in storage.items():
@@ -126,7 +128,7 @@ def _places(
         yield (index["fqn"], None if offset is None else sizes_of(offset)), place
 
 
-def _described(saved: Any) -> tuple[Extents, torch.dtype, list[tuple[Extents, Extents]]]:
+def _described_tensor(saved: Any) -> tuple[Extents, torch.dtype, list[tuple[Extents, Extents]]]:
     """Return the shape, the dtype, and the boxes of a tensor's pieces."""
     state = _state(saved, "metadata.TensorStorageMetadata")
     dtype, *_ = state["properties"].state

@@ -49,7 +49,7 @@ def add_partitions(tree: Tree, files: list[str], models: list[ModelStates]) -> N
         named(read_archive(tree.folder / file, OPTIMIZER_NAMES), "optimizer file") for file in files
     ]
     states = [named(optim["optimizer_state_dict"], "optimizer states") for optim in optims]
-    _compare(files, states, models)
+    _compare_files(files, states, models)
     own, groups = zip(*map(states_of, states), strict=True)
     _compare_states(files, own)
     if not model.is_cut:
@@ -60,7 +60,7 @@ def add_partitions(tree: Tree, files: list[str], models: list[ModelStates]) -> N
         places = (
             _places_3(state, model, len(files), rank)
             if model.is_cut
-            else _places(state, model, rank)
+            else _places_flat(state, model, rank)
         )
         for name, group, first, numel in places:
             flats = _flats(state, own[rank], group)
@@ -78,7 +78,9 @@ def add_partitions(tree: Tree, files: list[str], models: list[ModelStates]) -> N
         add_groups(tree, model, groups[0], own[0], files[0])
 
 
-def _compare(files: list[str], states: list[dict[str, Any]], models: list[ModelStates]) -> None:
+def _compare_files(
+    files: list[str], states: list[dict[str, Any]], models: list[ModelStates]
+) -> None:
     """Raise `CheckpointError` for files of several stages, and for missing ranks."""
     stages = {file: stage_of(state) for file, state in zip(files, states, strict=True)}
     wanted = {3} if models[0].is_cut else {1, 2}
@@ -117,7 +119,7 @@ def _compare_sizes(states: list[dict[str, Any]], model: ModelStates) -> None:
             raise ValueError(f"{numel} elements of param group {index}, whose shapes have {wanted}")
 
 
-def _places(
+def _places_flat(
     state: dict[str, Any], model: ModelStates, rank: int
 ) -> Iterator[tuple[str, int, int, int]]:
     """Yield name, group, first element and number of elements of each part, at stages 1 and 2.

@@ -223,7 +223,7 @@ class KVLayer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Add tokens [batch, heads, tokens, width]; return the keys and values of all."""
-        self._check(key_states, value_states)
+        self._check_tokens(key_states, value_states)
         with self._shared.changing():
             if self.tokens is None:
                 self.lazy_initialization(key_states, value_states)
@@ -236,7 +236,7 @@ class KVLayer(CacheLayerMixin):
             self._read_ahead_of_next()
         return keys, values
 
-    def _check(self, key_states: Tensor, value_states: Tensor) -> None:
+    def _check_tokens(self, key_states: Tensor, value_states: Tensor) -> None:
         if torch.is_grad_enabled() and key_states.requires_grad:
             hint = "torch.no_grad() around the call, or use_cache=False in training"
             raise StateError("keys without gradients", "a graph", hint=hint)

@@ -124,9 +124,9 @@ class KVTiers:
         self._paths, self._rank = paths, rank
         self._ahead: tuple[int, FarRead] | None = None
         self._closed_nbytes = 0, 0  # read from, and written to, files before the last `close`
-        self._begin()
+        self._begin_empty()
 
-    def _begin(self) -> None:
+    def _begin_empty(self) -> None:
         self.device: torch.device | None = None
         self.slots = SlotPool.on_host(self.ledger)
         self.files = [SwapFile(path, self._rank) for path in self._paths]
@@ -159,7 +159,7 @@ class KVTiers:
         self._num_layers = num_layers
         self.drop_ahead()
         self._closed_nbytes = self.moved_nbytes
-        self._begin()
+        self._begin_empty()
 
     @property
     def moved_nbytes(self) -> tuple[int, int]:

@@ -68,7 +68,7 @@ def prefill(
             for forward in forwards:
                 forward()
     else:
-        _by_block(engine, _blocks(model), _lead(config), forwards)
+        _by_block(engine, _block_list(model), _lead(config), forwards)
     return cache
 
 
@@ -85,7 +85,7 @@ def _inputs(part: Tensor, end: int, mask: Tensor | None, names: Any) -> dict[str
     return inputs
 
 
-def _blocks(model: nn.Module) -> Sequence[nn.Module]:
+def _block_list(model: nn.Module) -> Sequence[nn.Module]:
     """The list of blocks: the one with the most parameters, the outermost of several."""
     lists = [part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part)]
     return list(max(lists, key=lambda m: sum(p.numel() for p in m.parameters()), default=[model]))
@@ -119,7 +119,8 @@ def _by_block(
                 thread.resume()
             later = frozenset[int]().union(*used[stage + 1 :])
             held = {i for i, unit in enumerate(engine.units) if unit.unsharded.is_held}
-            engine.hands.do(schedule.keep(schedule.driven.keeps - (held - later - tied - before)))
+            keeps = schedule.driven.keeps - (held - later - tied - before)
+            engine.executor.do(schedule.keep(keeps))
 
 
 def _units_of(engine: Engine, block: nn.Module) -> frozenset[int]:

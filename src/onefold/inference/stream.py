@@ -42,7 +42,9 @@ def examine_stream(
     """
     data, tree = ranks.everyone, ModuleTree.of(module)
     choices = examine_together(
-        ranks, lambda: examine(tree, None, _checked(tree, budget, rest, offload), data), tree
+        ranks,
+        lambda: examine(tree, None, _checked_choices(tree, budget, rest, offload), data),
+        tree,
     )
     for _, parameter, *_ in tree.parameters():
         parameter.requires_grad_(False)
@@ -67,7 +69,7 @@ def recipe_of_stream(
     The module, on `meta`, is frozen and packed. World sizes and device are those of `ranks`.
     """
     tree = ModuleTree.of(module)
-    _checked(tree, budget, rest, offload)
+    _checked_choices(tree, budget, rest, offload)
     for _, parameter, *_ in tree.parameters():
         parameter.requires_grad_(False)
     if rest is not None:
@@ -89,7 +91,7 @@ class _Unread:
         return True
 
 
-def _checked(
+def _checked_choices(
     tree: ModuleTree, budget: int | str | None, rest: str | None, offload: object
 ) -> Choices:
     """The choices, without touching anything; `ConfigError` for some that cannot work."""
@@ -131,7 +133,7 @@ def _tiers_of(offload: object) -> Offload:
 
 def _tiled(tree: ModuleTree, budget: int | str, rest: str | None, offload: object) -> Choices:
     """The choices; large tables and heads in row blocks, unless the budget holds all weights."""
-    choices = _checked(tree, budget, rest, offload)
+    choices = _checked_choices(tree, budget, rest, offload)
     parameters = list(tree.root.parameters())
     total = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     blocks = repeated_blocks(tree.root)

@@ -85,7 +85,7 @@ def accumulate_layers(
         >>> optimizer.step()
     """
     engine, batches = engine_of(module), list(microbatches)
-    _check(engine, batches, order)
+    _check_batches(engine, batches, order)
     known = engine.facts.about(Accumulation)
     compare_now(_root(engine), *_arguments(module, batches[0]))
     forwards = [partial(_forward, module, batch, loss, len(batches)) for batch in batches]
@@ -110,7 +110,7 @@ def _refusal(engine: Engine) -> str | None:
     return None if engine.saved is None else "its activations leave the device"
 
 
-def _check(engine: Engine, batches: Sequence[Any], order: str) -> None:
+def _check_batches(engine: Engine, batches: Sequence[Any], order: str) -> None:
     where = f"rank {engine.group.rank}"
     if not batches:
         hint = "a rank without rows runs a micro-batch of zero weight: loss * 0"
@@ -190,7 +190,7 @@ class Accumulation:
         self, engine: Engine, order: Order, forwards: Sequence[Forward], streams: RandomStreams
     ) -> Tensor:
         """Run all micro-batches of a step, in a loop where the module is no chain."""
-        order, before, total = self._choose(engine, order), _sent(engine), None
+        order, before, total = self._choose(engine, order), _sent_nbytes(engine), None
         if order == "layers":
             self.refused = self.refused or _refusal(engine)
             total = None if self.refused else self._run_layers(engine, forwards, streams)
@@ -201,7 +201,7 @@ class Accumulation:
             self.window = frozenset() if order == "plain" else self.window
             self.kept |= self.window
             total = run_loop(engine, forwards, streams, self.window)
-        after, self.num_microbatches = _sent(engine), len(forwards)
+        after, self.num_microbatches = _sent_nbytes(engine), len(forwards)
         self.sent_nbytes = after[0] - before[0], after[1] - before[1]
         return total
 
@@ -292,7 +292,7 @@ class Accumulation:
         )
 
 
-def _sent(engine: Engine) -> tuple[int, int]:
+def _sent_nbytes(engine: Engine) -> tuple[int, int]:
     """The bytes that gathers and reductions have sent so far."""
     traffic, none = engine.ledger.traffic, Traffic()
     gathered, reduced = (traffic.get(name, none) for name in ("gather", "reduce_scatter"))

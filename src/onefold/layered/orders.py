@@ -348,7 +348,9 @@ def cutting(blocks: Mapping[str, nn.Module], cuts: Mapping[ForwardThread, Cuts])
     """Halt forwards before and after each block in this block, and cut their graphs there."""
     with ExitStack() as stack:
         for name, block in blocks.items():
-            enter, leave = (partial(_cut, cuts, f"{side} {name}") for side in ("before", "after"))
+            enter, leave = (
+                partial(_cut_at_block, cuts, f"{side} {name}") for side in ("before", "after")
+            )
             before = block.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
             stack.callback(before.remove)
             stack.callback(block.register_forward_hook(leave).remove)
@@ -356,7 +358,9 @@ def cutting(blocks: Mapping[str, nn.Module], cuts: Mapping[ForwardThread, Cuts])
 
 
 @torch._disable_dynamo  # [Note: torch.compile] in engine/hooks.py
-def _cut(cuts: Mapping[ForwardThread, Cuts], at: str, _: nn.Module, args: Any, value: Any) -> Any:
+def _cut_at_block(
+    cuts: Mapping[ForwardThread, Cuts], at: str, _: nn.Module, args: Any, value: Any
+) -> Any:
     """A hook before or after a block; nothing in recompute, which runs in no forward thread.
 
     `value`: before a block its keyword arguments, after it its outputs.

@@ -52,7 +52,7 @@ def rows_of(
         ConfigError: a time that is not a finite number, or fewer places for rows than rows.
     """
     limits = [inf] * len(times) if most is None else [float(limit) for limit in most]
-    _check(times, rows, limits)
+    _check_times(times, rows, limits)
     early, late = 0.0, max(time.fixed + time.per_row * rows for time in times)
     for _ in range(_HALVINGS):  # at `early` all ranks together finish no more than `rows`
         middle = (early + late) / 2
@@ -72,7 +72,7 @@ def _end(time: RankTime, rows: int, most: float) -> float:
     return time.seconds(rows) if rows <= most else inf
 
 
-def _check(times: Sequence[RankTime], rows: int, most: Sequence[float]) -> None:
+def _check_times(times: Sequence[RankTime], rows: int, most: Sequence[float]) -> None:
     for rank, time in enumerate(times):
         is_known = isfinite(time.fixed) and isfinite(time.per_row)
         if not is_known or time.fixed < 0 or time.per_row <= 0:

@@ -55,7 +55,9 @@ class Slot:
     @staticmethod
     def of(fqn: str, cut: Cut, full_offset: int, shard_offsets: tuple[int, ...]) -> Slot:
         """The slot of a parameter that is cut by `cut`."""
-        return Slot(fqn, cut.shape, full_offset, _pieces(cut), shard_offsets, cut, cut.num_slabs)
+        return Slot(
+            fqn, cut.shape, full_offset, _slot_pieces(cut), shard_offsets, cut, cut.num_slabs
+        )
 
     @property
     def numel(self) -> int:
@@ -149,7 +151,7 @@ class Layout:
 
 
 @lru_cache(maxsize=4096)  # blocks are alike
-def _pieces(cut: Cut) -> tuple[Range, ...]:
+def _slot_pieces(cut: Cut) -> tuple[Range, ...]:
     """`Slot.pieces` of a parameter."""
     return cut.slab_ranges if cut.num_slabs == 1 else ()
 

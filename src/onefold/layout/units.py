@@ -272,7 +272,7 @@ def own_meshes(tree: ModuleTree, choice: Mapping[Any, object]) -> dict[nn.Module
         else:
             chosen = [module for module in inside if key(module)] if callable(key) else []
         if not chosen:
-            raise _bad_units(f"{_named(key)} in a mapping, which is none of them")
+            raise _bad_units(f"{_named_key(key)} in a mapping, which is none of them")
         for module in chosen:
             if type(module).forward is nn.Module.forward:
                 raise _bad_units(f"a {type(module).__name__}, which is never called, with a mesh")
@@ -280,7 +280,7 @@ def own_meshes(tree: ModuleTree, choice: Mapping[Any, object]) -> dict[nn.Module
     return mesh_of
 
 
-def _named(key: object) -> str:
+def _named_key(key: object) -> str:
     return f"a {type(key).__name__}" if isinstance(key, nn.Module) else repr(key)
 
 

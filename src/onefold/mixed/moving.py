@@ -113,7 +113,7 @@ class OptimizerStates:
         """The states of all optimizers of a module, in the order of their first parameters."""
         order = {parameter: n for n, parameter in enumerate(engine.by_sharded.values())}
         owners: list[tuple[int, OptimizerStates]] = []
-        for binding in list(engine.hands.steppers):
+        for binding in list(engine.executor.steppers):
             if not isinstance(binding, OptimizerBinding) or not binding.is_flat:
                 continue  # a matrix optimizer keeps whole matrices, which have owners
             optimizer = binding.optimizer
@@ -125,9 +125,9 @@ class OptimizerStates:
     def describe(self) -> dict[str, Entry]:
         """Name the states of each parameter here: ranks compare notes."""
         entries: dict[str, Entry] = {}
-        for parameter, entry in self._own():
+        for parameter, entry in self._own_states():
             entries[parameter.fqn] = {
-                name: value.dtype if _is_rows(parameter, value) else _number(value)
+                name: value.dtype if _is_row_state(parameter, value) else _number(value)
                 for name, value in entry.items()
             }
         return entries
@@ -136,10 +136,10 @@ class OptimizerStates:
         """Take the states off the optimizer, as own rows."""
         self.entries = {
             parameter: {
-                name: parameter.unwrap(value.detach()) if _is_rows(parameter, value) else value
+                name: parameter.unwrap(value.detach()) if _is_row_state(parameter, value) else value
                 for name, value in entry.items()
             }
-            for parameter, entry in self._own()
+            for parameter, entry in self._own_states()
         }
         others = {
             tensor: entry
@@ -171,7 +171,7 @@ class OptimizerStates:
         self.optimizer.state[parameter.sharded] = {
             name: parameter.wrap(parameter.own_rows(flats[name]))
             if isinstance(value, torch.dtype)
-            else _copied(value, before.get(name))
+            else _number_here(value, before.get(name))
             for name, value in entry.items()
         }
 
@@ -179,13 +179,13 @@ class OptimizerStates:
         """Count the states, and let the next step find them in place."""
         self.binding.follow_cut(self.optimizer, self.engine, self.flats)
 
-    def _own(self) -> Sequence[tuple[UnitParameter, dict[str, Any]]]:
+    def _own_states(self) -> Sequence[tuple[UnitParameter, dict[str, Any]]]:
         known = self.engine.by_sharded
         state = dict.items(self.optimizer.state)
         return [(known[id(t)], entry) for t, entry in state if id(t) in known and entry]
 
 
-def _is_rows(parameter: UnitParameter, value: object) -> bool:
+def _is_row_state(parameter: UnitParameter, value: object) -> bool:
     is_like = isinstance(value, Tensor) and tuple(value.shape) == tuple(parameter.shape)
     return is_like and parameter.shape != ()
 
@@ -198,7 +198,7 @@ def _number(value: object) -> object:
     return local.detach().cpu().clone()
 
 
-def _copied(value: object, own: object) -> object:
+def _number_here(value: object, own: object) -> object:
     """A number of another rank, on the device of this rank's own."""
     if not isinstance(value, Tensor):
         return value

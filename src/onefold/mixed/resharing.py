@@ -64,7 +64,7 @@ def reshare(module: nn.Module, shares: SharesChoice = AUTO) -> None:
     group, hint = engine.group, "call onefold.mixed.reshare with the same shares on every rank"
     with announcing(group):
         weights, *_ = same(
-            group, lambda: _checked(engine, shares), "`shares`", hint=hint, kind=ConfigError
+            group, lambda: _checked_values(engine, shares), "`shares`", hint=hint, kind=ConfigError
         )
         ready = _rest(engine)
         recipe = _recipe(engine, weights)
@@ -72,7 +72,7 @@ def reshare(module: nn.Module, shares: SharesChoice = AUTO) -> None:
             _Reshare.of(engine, ready, recipe, collect(group, ready.notes)).run()
 
 
-def _checked(engine: Engine, shares: object) -> Shares | str:
+def _checked_values(engine: Engine, shares: object) -> Shares | str:
     """Put the argument into values."""
     weights = AUTO if is_auto(shares) else None if shares is None else weights_of(shares)
     _check_state(engine)
@@ -210,7 +210,9 @@ class _Reshare:
         left = [b.recut(numel, s) for b, s in zip(unit.row_buffers(), stores, strict=True)]
         items: list[Rows] = []
         for old, buffer in zip(before, buffers, strict=False):
-            items += [self._rows(spec, p, old[p.span], buffer.tensor) for p in unit.parameters]
+            items += [
+                self._moved_rows(spec, p, old[p.span], buffer.tensor) for p in unit.parameters
+            ]
         flats = [self._state_rows(unit, spec, at, items) for at in range(len(self.ready.states))]
         means = self._mean_rows(unit, spec, items)
         move(items, self.context, unit.name)
@@ -231,7 +233,7 @@ class _Reshare:
             allocation.discard()
         unit.forget()
 
-    def _rows(
+    def _moved_rows(
         self, spec: UnitSpec, parameter: UnitParameter, before: Tensor, after: Tensor
     ) -> Rows:
         """Rows of a parameter before, and their place in a flat tensor of the unit after."""
@@ -254,7 +256,7 @@ class _Reshare:
                     if name not in flats:
                         flats[name] = states.room(unit, name, dtype, numel)
                     before = states.rows(parameter, name, dtype)
-                    items.append(self._rows(spec, parameter, before, flats[name]))
+                    items.append(self._moved_rows(spec, parameter, before, flats[name]))
         return flats
 
     def _mean_rows(

@@ -147,7 +147,7 @@ class RowSpeeds:
     def begin(self, stream: Stream, verb: str, unit: str) -> Span:
         if stream is Stream.PHASE:
             if verb != "forward" or torch.is_grad_enabled():
-                self._begin(verb)
+                self._begin_measuring(verb)
                 return NoteSpan(self._end_phase)
         elif self._recorder is not None:
             return self._recorder.begin(stream, verb, unit)
@@ -155,7 +155,7 @@ class RowSpeeds:
             return NoteSpan(partial(self._waited, now()))
         return UNTIMED
 
-    def _begin(self, verb: str) -> None:
+    def _begin_measuring(self, verb: str) -> None:
         if verb == "step":
             self._has_stepped = True
         elif self._has_stepped:
@@ -189,7 +189,7 @@ class RowSpeeds:
         if self._num_steps - self._is_queued > WARM_STEPS and measured is not None:
             self._fit.note(*measured)
         if self._num_steps % EVERY == 0 and self.group.world_size > 1:
-            self._exchange()
+            self._exchange_speeds()
 
     def _measured(self) -> tuple[int, float] | None:
         """Return the rows of the step, and the seconds that they computed.
@@ -209,7 +209,7 @@ class RowSpeeds:
         outside = self._cpu / self._busy.cpu if self._busy.cpu > 0 else 1.0
         return self._rows, max(self._busy.wall * max(1.0, outside), 0.0)
 
-    def _exchange(self) -> None:
+    def _exchange_speeds(self) -> None:
         fixed, per_row = self._fit.fit()
         mine = accelerator.sent(
             [fixed, per_row, self._last_rows, self._fit.is_ready], torch.float64, self._device

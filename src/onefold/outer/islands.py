@@ -113,7 +113,7 @@ class islands:
                 f"wire {engine.recipe.wire}",
                 f"codec {coding.name if coding else 'exact'}",
                 f"every {periods}",
-                f"outer {_described(anchors.outer)}",
+                f"outer {_described_outer(anchors.outer)}",
             ]
             return Introduction.of(engine.group, shares, facts)
 
@@ -150,7 +150,7 @@ class islands:
                 self.finish()
             due = self.periods.due(self.num_steps)
             if due is not None:
-                self._start(*due)
+                self._start_fragment(*due)
                 if self.periods.delay == 0:
                     self.finish()
 
@@ -170,7 +170,7 @@ class islands:
             pending.apply(self._places, self._anchors, self.periods.keep)
             self.num_rounds += 1
 
-    def _start(self, fragment: int, kinds: Sequence[str]) -> None:
+    def _start_fragment(self, fragment: int, kinds: Sequence[str]) -> None:
         """Begin to exchange values of the units of one fragment."""
         self._rest()
         anchors = self._anchors
@@ -279,6 +279,6 @@ def _shares_of(engine: Engine, periods: Periods, optimizers: list[Optimizer]) ->
     return shares
 
 
-def _described(outer: Optimizer) -> str:
+def _described_outer(outer: Optimizer) -> str:
     groups = [{k: v for k, v in group.items() if k != "params"} for group in outer.param_groups]
     return f"{type(outer).__name__} {groups}"

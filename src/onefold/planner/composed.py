@@ -301,7 +301,7 @@ class _Events:
                 self._end(event)
             elif self._is_own(piece):
                 self._count_whole(event)
-                self._note(event)
+                self._note_parts(event)
         return self._found
 
     def _is_own(self, piece: int) -> bool:
@@ -328,7 +328,7 @@ class _Events:
             self._whole += (not is_kept) - (self._block >= 0)
             self._block = block
 
-    def _note(self, event: Event) -> None:
+    def _note_parts(self, event: Event) -> None:
         for index, part in self._parts.get(event.unit, ()):
             call = event.call * 2 + part.is_expert
             if event.kind is EventKind.GRAD:

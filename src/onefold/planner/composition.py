@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from onefold.engine.policy import Policy, policy_of
 from onefold.fit.kept_units import GatheredUnits, choose_windows
-from onefold.planner.byte_hands import Moment
+from onefold.planner.byte_executor import Moment
 from onefold.planner.composed import ComposedJob, parts_of, rank_trace
 from onefold.planner.memory import Forecast, facts_of, forecast
 from onefold.planner.message_counts import planned_unit

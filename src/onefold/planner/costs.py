@@ -210,7 +210,9 @@ def costs_of(numel: int, recipe: Recipe, conditions: Conditions, machine: Machin
     near, wire, ranks = conditions.near(recipe), recipe.wire, recipe.world_size
     weight, grad = conditions.weight_itemsize, conditions.grad_itemsize
     is_ring = not conditions.waits_for_hops(recipe)
-    gather, reduce = (partial(_quantized, machine=machine, is_reduced=way) for way in (False, True))
+    gather, reduce = (
+        partial(_quantized_cost, machine=machine, is_reduced=way) for way in (False, True)
+    )
     if recipe.reduces_in_hops and not conditions.uses_rings:
         inside, between = LinkGroup(near, near), LinkGroup(-(-ranks // near), 1)
         costs = UnitCosts(
@@ -267,7 +269,7 @@ def _message(form: Form) -> tuple[str, float]:
     return codec, codec_of(codec).nbytes(group) / group
 
 
-def _quantized(
+def _quantized_cost(
     numel: float,
     form: Form,
     group: LinkGroup,

@@ -16,11 +16,11 @@ from torch import nn
 
 from onefold.config import Offload, Precision, stage_of
 from onefold.engine.policy import UnitFacts, policy_of
-from onefold.engine.run_facts import Course
+from onefold.engine.run_facts import RunHistory
 from onefold.engine.schedule import Schedule
 from onefold.engine.walks import Noted
 from onefold.layout.units import UnitPlan
-from onefold.planner.byte_hands import ByteCounter, ByteHands, Holding, Moment
+from onefold.planner.byte_executor import ByteCounter, ByteExecutor, Holding, Moment
 from onefold.planner.message_counts import PlannedUnit, planned_unit
 from onefold.planner.replay import Replay, plain_events
 from onefold.planner.trace import Trace
@@ -130,21 +130,21 @@ def forecast(
     counter = ByteCounter(recipe.device_type, has_timeline=has_timeline)
     schedule = Schedule(policy_of(recipe), facts)
     is_far = recipe.offloaded_units([unit.numel for unit in units])
-    hands = ByteHands(recipe, units, is_far, counter)
-    hands.rest(schedule.policy, trace.batch_nbytes, trace.buffers_nbytes)
+    executor = ByteExecutor(recipe, units, is_far, counter)
+    executor.rest(schedule.policy, trace.batch_nbytes, trace.buffers_nbytes)
     resting = counter.now
     trained = [sum(map(bool, unit.partials)) for unit in units]
     replay = Replay(trace.events, schedule, trained, window)
     replay.learn(accumulate)
     for micro in range(accumulate):
         counter.enter("forward", "")
-        replay.micro_batch(hands, is_last=micro + 1 == accumulate)
-    hands.step()
+        replay.micro_batch(executor, is_last=micro + 1 == accumulate)
+    executor.step()
     if shown[0]:
-        hands.show(*shown)
+        executor.show(*shown)
     return Forecast(
         recipe, counter.peak, counter.peaks, counter.most, resting, tuple(counter.timeline),
-        {name: nbytes for name, nbytes in hands.sent.items() if nbytes},
+        {name: nbytes for name, nbytes in executor.sent.items() if nbytes},
     )  # fmt: skip
 
 
@@ -177,7 +177,7 @@ def estimated(plans: Sequence[UnitPlan], tokens: int, precision: Precision) -> T
                 nbytes += member.compute_itemsize * width
                 flops += 0 if is_table else 2 * prod(member.shape)
         work = float(tokens * flops)
-        units.append(_unit(plan.name, members, Work(work), Work(2 * work)))
+        units.append(_work_of(plan.name, members, Work(work), Work(2 * work)))
         kept.append(tokens * nbytes)
     joined = [index > 0 and plan.joins(plans[index - 1]) for index, plan in enumerate(plans)]
     return _trace(units, kept, 8 * tokens, joined)
@@ -189,7 +189,7 @@ def bare(units: Sequence[UnitRecipe], events: Sequence[Event] = ()) -> Trace:
     `events`: those of a run; by default each unit is used once, in order.
     """
     works = [
-        replace(_unit(unit.name, unit.members, Work(), Work()), data_ranks=unit.ranks)
+        replace(_work_of(unit.name, unit.members, Work(), Work()), data_ranks=unit.ranks)
         for unit in units
     ]
     # a unit with a mesh of its own is a part of the block before, which stays unsharded around it
@@ -198,7 +198,7 @@ def bare(units: Sequence[UnitRecipe], events: Sequence[Event] = ()) -> Trace:
     return replace(plain, events=tuple(events)) if events else plain
 
 
-def _unit(name: str, members: tuple[Member, ...], forward: Work, backward: Work) -> UnitWork:
+def _work_of(name: str, members: tuple[Member, ...], forward: Work, backward: Work) -> UnitWork:
     return UnitWork(name, sum(member.numel for member in members), forward, backward, members)
 
 
@@ -221,25 +221,25 @@ def needs_of(recipe: Recipe, *, micro_batches: int = 1, rank: int | None = None)
     return {tier: step.peaks.get(tier, 0) for tier in ("device", "cpu", "disk")}
 
 
-def peaks_of(recipe: Recipe, rank: int | None, course: Course) -> dict[str, int]:
+def peaks_of(recipe: Recipe, rank: int | None, history: RunHistory) -> dict[str, int]:
     """Return the most bytes of each kind in CPU and device memory, and of all ("all")."""
-    known = (event for event in course.events if event.unit < len(recipe.units))
+    known = (event for event in history.events if event.unit < len(recipe.units))
     trace = bare(recipe.units, [_event(event) for event in known])
-    is_summed = course.repeats and recipe.world_size == 1  # onto gradients that rest there
-    accumulates = course.accumulates or is_summed
+    is_summed = history.repeats and recipe.world_size == 1  # onto gradients that rest there
+    accumulates = history.accumulates or is_summed
     step = forecast(
         trace,
         recipe,
         accumulate=1 + accumulates,
         rank=rank,
-        shown=(course.most_shown, course.shows_grads),
+        shown=(history.most_shown, history.shows_grads),
     )
     kinds = _without_disk(step.most)
     kinds["all"] = step.peaks["device"] + step.peaks.get("cpu", 0)
     resting = _without_disk(step.resting)
     stays = resting.get("unsharded", 0)
-    kinds["unsharded"] = max(kinds.get("unsharded", 0), course.most_kept)
-    kinds["all"] = max(kinds["all"], sum(resting.values()) - stays + course.most_kept)
+    kinds["unsharded"] = max(kinds.get("unsharded", 0), history.most_kept)
+    kinds["all"] = max(kinds["all"], sum(resting.values()) - stays + history.most_kept)
     return kinds
 
 

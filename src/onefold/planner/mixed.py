@@ -158,17 +158,17 @@ class MixedJob:
 
     def best(self) -> MixedSplit:
         """Return the split by speed and memory; where no shares fit, those that miss alike."""
-        rows = self._rows(None)
-        lines = [self._lines(kind, rows[kind.first]) for kind in self.kinds]
+        rows = self._rows_by_rank(None)
+        lines = [self._bytes_by_place(kind, rows[kind.first]) for kind in self.kinds]
         if any(most_of(of_kind) < 0 for of_kind in lines):  # activations alone are too many
             try:
-                rows = self._rows([self._most_rows(kind) for kind in self.kinds])
+                rows = self._rows_by_rank([self._most_rows(kind) for kind in self.kinds])
             except ConfigError:
-                return self._split(rows, None, lacks=1.0)
-            lines = [self._lines(kind, rows[kind.first]) for kind in self.kinds]
+                return self._forecast_rows(rows, None, lacks=1.0)
+            lines = [self._bytes_by_place(kind, rows[kind.first]) for kind in self.kinds]
         if not self.recipe.is_sharded:
-            return self._split(rows, None)
-        split = cache(partial(self._split, rows))
+            return self._forecast_rows(rows, None)
+        split = cache(partial(self._forecast_rows, rows))
 
         def excess(shares: Shares) -> list[float]:
             plans = zip(split(shares).kinds, lines, strict=True)
@@ -185,7 +185,7 @@ class MixedJob:
 
     def equal(self) -> MixedSplit:
         """Return the split that gives all ranks the same."""
-        return self._split((self.rows,) * self.recipe.world_size, None)
+        return self._forecast_rows((self.rows,) * self.recipe.world_size, None)
 
     def _by_rank(self, of_kinds: Sequence[T]) -> list[T]:
         """Give every rank what its kind has."""
@@ -197,7 +197,7 @@ class MixedJob:
 
         Activations stay. `is_even`: all ranks hold the same. None where no limit is known.
         """
-        lines = [self._lines(plan.kind, plan.rows) for plan in split.kinds]
+        lines = [self._bytes_by_place(plan.kind, plan.rows) for plan in split.kinds]
         tries = range(1 << 60)  # in steps of 2**-40
         most = bisect_left(
             tries, True, key=lambda n: not self._has_room(lines, (n + 1) / 2**40, is_even=is_even)
@@ -211,7 +211,7 @@ class MixedJob:
         """
         counts: dict[str, int] = {}
         for index, plan in enumerate(split.kinds):
-            most = most_of(self._lines(plan.kind, plan.rows))
+            most = most_of(self._bytes_by_place(plan.kind, plan.rows))
             least = ceil(split.lacks / most) if most > 0 else 0
             tries = range(least, least + TRIES) if least else ()
             count = next((n for n in tries if self._with(index, n).best().fits), 0)
@@ -241,7 +241,7 @@ class MixedJob:
 
     # rows
 
-    def _rows(self, most: list[int] | None) -> tuple[int, ...]:
+    def _rows_by_rank(self, most: list[int] | None) -> tuple[int, ...]:
         """Return the rows of each rank. `most`: of a rank of each kind."""
         times = self._by_rank([self._time(kind) for kind in self.kinds])
         total = self.rows * self.recipe.world_size
@@ -262,11 +262,13 @@ class MixedJob:
     def _most_rows(self, kind: DeviceKind) -> int:
         """Return the most rows with which a rank without states fits."""
         rows = range(1, self.rows * self.recipe.world_size + 1)
-        return bisect_left(rows, True, key=lambda number: most_of(self._lines(kind, number)) < 0)
+        return bisect_left(
+            rows, True, key=lambda number: most_of(self._bytes_by_place(kind, number)) < 0
+        )
 
     # states
 
-    def _lines(self, kind: DeviceKind, rows: int) -> list[Line]:
+    def _bytes_by_place(self, kind: DeviceKind, rows: int) -> list[Line]:
         """Return the bytes of a rank of the kind by place, as they grow with its share."""
         world, cuts = self.recipe.world_size, [None, None]
         if self.recipe.is_sharded:
@@ -285,7 +287,9 @@ class MixedJob:
             for place, free in kind.room.items()
         ]
 
-    def _split(self, rows: tuple[int, ...], weights: Shares, lacks: float = 0.0) -> MixedSplit:
+    def _forecast_rows(
+        self, rows: tuple[int, ...], weights: Shares, lacks: float = 0.0
+    ) -> MixedSplit:
         """Forecast the fullest rank of each kind, and time it."""
         recipe, parts = replace(self.recipe, shares=weights), fractions(weights, len(rows))
         shares = [parts[kind.first] if recipe.is_sharded else 1.0 for kind in self.kinds]

@@ -25,7 +25,7 @@ from onefold.layout.cut import cut_of
 from onefold.layout.flat import UnitBytes
 from onefold.layout.rows import round_up
 from onefold.layout.units import UnitPlan
-from onefold.planner.byte_hands import ByteCounter, ByteHands
+from onefold.planner.byte_executor import ByteCounter, ByteExecutor
 from onefold.planner.message_counts import planned_unit
 from onefold.planner.storages import Storages, Untraceable
 from onefold.planner.work import UnitWork, Work
@@ -176,7 +176,7 @@ class _Player:
             planned_unit(UnitWork(unit.name, unit.numel, members=unit.members), recipe)
             for unit in recipe.units
         ]
-        self._hands = ByteHands(recipe, planned, [False] * len(planned), counter)
+        self._executor = ByteExecutor(recipe, planned, [False] * len(planned), counter)
         self._slots = SlotPool(cast("Any", lambda nbytes: _Slot(nbytes, counter)))
         self._fetched: dict[int, Any] = {}  # slots, by unit
         self._is_far = recipe.offload.parameters == "disk" and not recipe.reads_directly
@@ -212,11 +212,11 @@ class _Player:
         taken = [self._slots.take(nbytes) for nbytes in large.slots]
         self._counter.see()
         for index, nbytes in enumerate(large.messages):  # the next is on its way
-            self._hands.take(use.unit, "gather", (nbytes,))
+            self._executor.take(use.unit, "gather", (nbytes,))
             self._counter.see()
             if index:
-                self._hands.give(use.unit, "gather", (large.messages[index - 1],))
-        self._hands.give(use.unit, "gather", large.messages[-1:])
+                self._executor.give(use.unit, "gather", (large.messages[index - 1],))
+        self._executor.give(use.unit, "gather", large.messages[-1:])
         self._counter.add("unsharded", -large.rooms)
         for slot in taken:
             self._slots.give(slot)
@@ -225,7 +225,7 @@ class _Player:
         for verb, index in actions:
             if verb is Verb.FETCH:
                 self._fetch(index)
-            self._hands.do([(verb, index)])
+            self._executor.do([(verb, index)])
             if verb is Verb.GATHER and self._is_far:
                 self._fetch(index)
                 self._counter.see()
@@ -304,10 +304,10 @@ def trace_forward(
     hooks: list[Any] = []
     for name, part in module.named_modules():
         for use in users.get(name, ()):
-            hooks.append(part.register_forward_pre_hook(partial(_note, events, use)))
+            hooks.append(part.register_forward_pre_hook(partial(_note_pass, events, use)))
             if use.verb == "enter":
                 leave = Use(use.unit, "leave", use.module, use.num_modules)
-                hooks.append(part.register_forward_hook(partial(_note, events, leave)))
+                hooks.append(part.register_forward_hook(partial(_note_pass, events, leave)))
     works: list[Work] = []
     storages = Storages(device_type, works.append)
     inputs = [leaf for leaf in tree_iter((tokens, arguments)) if isinstance(leaf, Tensor)]
@@ -328,7 +328,7 @@ def trace_forward(
     return ForwardTrace(tuple(events), storages.take_peak()[0], work, cache)
 
 
-def _note(events: list[Use], use: Use, *_: object) -> None:
+def _note_pass(events: list[Use], use: Use, *_: object) -> None:
     events.append(use)
 
 

@@ -274,7 +274,7 @@ def expert_count(fqn: str, shape: tuple[int, ...]) -> int:
 
 def _number(module: nn.Module, blocks: Sequence[nn.Module], names: Sequence[str]) -> int:
     """Return the first whole number under one of the names, in a configuration or a block."""
-    for place in _places(module, blocks):
+    for place in _config_places(module, blocks):
         for name in names:
             value = getattr(place, name, None)
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -282,7 +282,7 @@ def _number(module: nn.Module, blocks: Sequence[nn.Module], names: Sequence[str]
     return 0
 
 
-def _places(module: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[Any]:
+def _config_places(module: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[Any]:
     config = getattr(module, "config", None)
     yield config
     yield getattr(config, "text_config", None)

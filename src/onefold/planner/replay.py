@@ -1,7 +1,7 @@
 """Announce the events of a micro-batch to the engine's schedule, as torch would. No torch here.
 
-The schedule (engine/schedule.py) answers each event with actions. In training engine/hands.py
-executes them; here `planner/byte_hands.py` counts bytes and `planner/clock_hands.py` time.
+The schedule (engine/schedule.py) answers each event with actions. In training engine/executor.py
+executes them; here `planner/byte_executor.py` counts bytes and `planner/clock_executor.py` time.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from onefold.engine.walks import Call, Phase
 from onefold.planner.work import Event, EventKind
 
 if TYPE_CHECKING:
-    from onefold.planner.byte_hands import ByteHands
-    from onefold.planner.clock_hands import ClockHands
+    from onefold.planner.action_executor import ActionExecutor
 
 
 class Replay:
@@ -48,8 +47,8 @@ class Replay:
         self._schedule.rest()
         self._schedule.stepped()
 
-    def micro_batch(self, hands: ByteHands | ClockHands | None, *, is_last: bool) -> None:
-        """Announce every event of a micro-batch, and have `hands` execute the answers."""
+    def micro_batch(self, executor: ActionExecutor | None, *, is_last: bool) -> None:
+        """Announce every event of a micro-batch, and have `executor` execute the answers."""
         schedule, stage = self._schedule, self._stage
         self._calls.clear()
         schedule.drive(Drive(accumulates=not is_last) if stage is None else stage.step)
@@ -59,18 +58,18 @@ class Replay:
                 if stage is not None:
                     schedule.drive(stage.backward)
                 begun += schedule.begin_backward(self._trained)
-            if hands is not None:
-                hands.reach(event)
+            if executor is not None:
+                executor.reach(event)
                 flying = schedule.reductions.may_land if event.kind is EventKind.GRAD else None
-                if flying is not None and hands.has_landed(flying):
-                    hands.do(schedule.landed())
+                if flying is not None and executor.has_landed(flying):
+                    executor.do(schedule.landed())
             actions, begun = begun + self._answer(event), []
-            if hands is not None:
-                hands.follow(event, actions)
+            if executor is not None:
+                executor.follow(event, actions)
         if is_last and stage is not None:
             for actions in self._end_stage(stage):
-                if hands is not None:
-                    hands.do(actions)
+                if executor is not None:
+                    executor.do(actions)
 
     def _end_stage(self, stage: StageDrives) -> Iterator[list[Action]]:
         """The stage's last backward is over: free what stayed, reduce what rests."""

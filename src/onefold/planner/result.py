@@ -115,7 +115,7 @@ class Plan:
         if self.best is not None:
             speed, step = f"{self.best.tokens_per_s:,.0f} tokens/s", self.best.step
             fast = f"the fastest that fits ({speed}, bound by {step.bound})" if step else ""
-            lines.append(f"take {_named(self.best)}: {fast or 'the simplest that fits'}")
+            lines.append(f"take {_named_row(self.best)}: {fast or 'the simplest that fits'}")
             lines += [
                 f"needs {format_bytes(nbytes)}{PLACES[place]} on each node: not checked without "
                 f"{SIZE_FLAGS[place]}"
@@ -287,7 +287,7 @@ class Plan:
             yield f"?: {' and '.join(flag_of)} of a node not checked: pass {flags}"
 
 
-def _named(row: Row) -> str:
+def _named_row(row: Row) -> str:
     return f"stage {row.stage}{TIERS[row.offload]}"
 
 
@@ -295,8 +295,8 @@ def _verdict(row: Row) -> str:
     short = {place: nbytes for place, nbytes in row.missing.items() if nbytes > 0}
     if short:
         missing = " and ".join(f"{format_bytes(n)}{PLACES[place]}" for place, n in short.items())
-        return f"{_named(row)} does not fit by {missing}"
-    return f"{_named(row)} fits with {format_bytes(-row.missing['device'])} free"
+        return f"{_named_row(row)} does not fit by {missing}"
+    return f"{_named_row(row)} fits with {format_bytes(-row.missing['device'])} free"
 
 
 def _wire_notes(row: Row) -> list[str]:

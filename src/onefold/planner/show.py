@@ -287,15 +287,15 @@ class MixedPlan:
             yield f"an equal split does not fit: {short}"
         if self.largest and self.equal_largest is not None:
             yield (
-                f"largest model at these rows: about {_count(self.largest)} parameters; with an "
-                f"equal split {_count(self.equal_largest)}"
+                f"largest model at these rows: about {_amount(self.largest)} parameters; with an "
+                f"equal split {_amount(self.equal_largest)}"
             )
 
     def _remedies(self) -> list[str]:
         remedies = [f"--batch {self.fewer_rows}"] * (self.fewer_rows > 0)
         remedies += [f"{count} more {name}" for name, count in self.more]
         if self.largest:
-            remedies.append(f"a model of about {_count(self.largest)} parameters")
+            remedies.append(f"a model of about {_amount(self.largest)} parameters")
         return remedies or ["a smaller model"]
 
 
@@ -327,7 +327,7 @@ def row_lines(split: MixedSplit) -> list[str]:
     return wrapped(f"rows of each micro-batch: {', '.join(counts)}")
 
 
-def _count(numel: int) -> str:
+def _amount(numel: int) -> str:
     return f"{numel / 1e9:,.1f} billion" if numel >= 1e9 else f"{numel / 1e6:,.1f} million"
 
 

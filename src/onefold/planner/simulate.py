@@ -1,7 +1,7 @@
 """The time of one step: the engine's own schedule, on clocks. No torch here.
 
 `simulate` announces the events of a step unit by unit (planner/replay.py) to the schedule that the
-engine runs. Its actions fill one rank's streams (planner/clock_hands.py). Units whose states are
+engine runs. Its actions fill one rank's streams (planner/clock_executor.py). Units whose states are
 off the device are stepped in the background, in forward's order after `step`, or in backward as
 they are reduced. The next forward waits for each unit alone.
 """
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from onefold.engine.policy import Policy, UnitFacts, policy_of
 from onefold.engine.schedule import Schedule
 from onefold.errors import ConfigError
-from onefold.planner.clock_hands import GRADIENTS, ClockHands, PlannedSpan
+from onefold.planner.clock_executor import GRADIENTS, ClockExecutor, PlannedSpan
 from onefold.planner.costs import Conditions
 from onefold.planner.machines import Machine
 from onefold.planner.replay import Replay, plain_events
@@ -87,7 +87,7 @@ def simulate(
     policy = policy or policy_of(recipe)
     rests = window if window and not policy.keeps_bytes else frozenset[int]()  # not at stage 2
     sums = frozenset(range(len(units))) if policy.defers_reduction else rests
-    hands = ClockHands(work, recipe, run, machine, sums=sums)
+    executor = ClockExecutor(work, recipe, run, machine, sums=sums)
     is_far = recipe.offloaded_units([unit.numel for unit in units])
     is_resident = recipe.rest_world == 1 and recipe.rests_near
     facts = [
@@ -100,19 +100,19 @@ def simulate(
     begin = 0.0
     is_offloaded = {recipe.offload.optimizer, recipe.offload.parameters} != {"device"}
     for _ in range(2 if is_offloaded else 1):
-        begin = hands.streams.begin_step()
+        begin = executor.streams.begin_step()
         for micro in range(run.accumulate):
-            hands.begin(micro)
-            replay.micro_batch(hands, is_last=micro + 1 == run.accumulate)
-        hands.finish()
+            executor.begin(micro)
+            replay.micro_batch(executor, is_last=micro + 1 == run.accumulate)
+        executor.finish()
         stepped = schedule.early_steps.take()
-        hands.do(schedule.rest())
-        hands.step(is_far, stepped)
+        executor.do(schedule.rest())
+        executor.step(is_far, stepped)
         schedule.stepped()
-    parts = hands.streams.parts
+    parts = executor.streams.parts
     own = sum(parts.get(part, 0.0) for part in PARTS[:3])
     stragglers = own * machine.spread * slowest_of(recipe.world_size)
-    seconds = hands.streams.now - begin + stragglers
+    seconds = executor.streams.now - begin + stragglers
     return StepTime(
         seconds=seconds,
         **{part: parts.get(part, 0.0) for part in PARTS},
@@ -120,7 +120,7 @@ def simulate(
         tokens_per_s=work.tokens * run.accumulate * recipe.world_size / seconds if seconds else 0.0,
         spans=tuple(
             replace(span, start=span.start - begin, end=span.end - begin)
-            for span in hands.streams.spans
+            for span in executor.streams.spans
         ),
     )
 

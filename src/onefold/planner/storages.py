@@ -67,11 +67,11 @@ def _has_own_storage(value: object) -> bool:
 
 def key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Key | None:
     """Describe a call; None if its result depends on more than shapes and plain values."""
-    key, named = _described(args), _described(kwargs.values())
+    key, named = _described_values(args), _described_values(kwargs.values())
     return None if key is None or named is None else (func, key, *kwargs, named)
 
 
-def _described(values: Iterable[Any]) -> Key | None:
+def _described_values(values: Iterable[Any]) -> Key | None:
     parts: list[Any] = []
     for value in values:
         kind = type(value)
@@ -79,7 +79,7 @@ def _described(values: Iterable[Any]) -> Key | None:
             parts.append((tuple(value.shape), value.stride(), value.storage_offset(), value.dtype))
         elif kind in _PLAIN:
             parts.append((kind, value))  # 1, 1.0 and True are equal, and not the same
-        elif kind in (tuple, list) and (inner := _described(value)) is not None:
+        elif kind in (tuple, list) and (inner := _described_values(value)) is not None:
             parts.append((kind, inner))
         else:
             return None
@@ -150,12 +150,12 @@ class Storages(TorchDispatchMode):
         if func.is_view:
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():  # questions about tensors here are no operations
-            out, work = self._run(func, args, kwargs)
+            out, work = self._run_or_recall(func, args, kwargs)
         if self._on_work is not None:
             self._on_work(work)
         return out
 
-    def _run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Work]:
+    def _run_or_recall(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Work]:
         """Return the operation's outputs, counted, and its work: run, or remembered."""
         # the schema of a collective does not say that it returns its arguments
         may_alias = func._schema.is_mutable or func.namespace != "aten"
@@ -163,7 +163,7 @@ class Storages(TorchDispatchMode):
         known = None if key is None else self._cache.recall(key)
         if known is not None:
             for tensor in known[0] if type(known[0]) is tuple else known[:1]:
-                self._count(tensor, func, args)
+                self._count_bytes(tensor, func, args)
             return known
         out = func(*args, **kwargs)
         tensors = (t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor))
@@ -172,13 +172,13 @@ class Storages(TorchDispatchMode):
             if not isinstance(tensor, Tensor):
                 continue
             if not may_alias or tensor.untyped_storage()._cdata not in inputs:
-                self._count(tensor, func, args)
+                self._count_bytes(tensor, func, args)
         work = work_of_call(func, args, kwargs, out)
         if key is not None:
             self._cache.keep(key, inputs, out, work)
         return out, work
 
-    def _count(self, tensor: Tensor, func: Any, args: tuple[Any, ...]) -> None:
+    def _count_bytes(self, tensor: Tensor, func: Any, args: tuple[Any, ...]) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._alive:

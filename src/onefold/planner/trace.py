@@ -123,7 +123,7 @@ def trace(
         storages.ignore(tensor)
     with torch.enable_grad(), storages.watching():
         try:
-            _run(skeleton, inputs, loss, tracer)
+            _run_traced(skeleton, inputs, loss, tracer)
         except (OnefoldError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
             if isinstance(error, Untraceable):
                 raise
@@ -136,7 +136,7 @@ def trace(
     )
 
 
-def _run(module: nn.Module, inputs: Inputs, loss: Loss, tracer: _Tracer) -> None:
+def _run_traced(module: nn.Module, inputs: Inputs, loss: Loss, tracer: _Tracer) -> None:
     outputs = module(**inputs) if isinstance(inputs, Mapping) else module(*inputs)
     total = loss(outputs)
     del outputs
@@ -200,12 +200,12 @@ class _Tracer:
         def note(parameter: Tensor) -> None:
             alive = tracer()
             if alive is not None:
-                alive._note(EventKind.GRAD, unit, member)
+                alive._note_event(EventKind.GRAD, unit, member)
             parameter.grad = None  # from here on the planner counts it as a gradient
 
         return note
 
-    def _note(self, kind: EventKind, unit: int = -1, call: int = -1, **modules: int) -> None:
+    def _note_event(self, kind: EventKind, unit: int = -1, call: int = -1, **modules: int) -> None:
         peak, logits = self.storages.take_peak()
         self.events.append(Event(kind, unit, call, self.storages.now, peak, logits, **modules))
 
@@ -233,13 +233,13 @@ class _Tracer:
         self._num_calls += 1
         self._working.append(index)
         kind = EventKind.AGAIN if self._is_backward else EventKind.ENTER
-        self._note(kind, index, self._num_calls)
+        self._note_event(kind, index, self._num_calls)
         return Call(index, self._num_calls)
 
     def leave(self, call: Call, module: nn.Module | None, num_modules: int) -> None:
         """The module's forward is over."""
         self._working.pop()
-        self._note(
+        self._note_event(
             EventKind.LEAVE, call.unit, call.started, module=id(module), num_modules=num_modules
         )
 
@@ -247,7 +247,7 @@ class _Tracer:
         """The root's forward is over: its outputs, and tensors of the loss, are the logits."""
         self._depth -= 1
         if self._depth == 0 and not self._is_backward:
-            self._note(EventKind.END_FORWARD)
+            self._note_event(EventKind.END_FORWARD)
             self.storages.count_as(is_loss=True)
 
     def hold_alias(self, tensor: Tensor) -> None:
@@ -262,14 +262,14 @@ class _Tracer:
 
     def expect_backward(self, call: Call) -> None:
         """The outputs of `call` are watched."""
-        self._note(EventKind.EXPECT, call.unit, call.started)
+        self._note_event(EventKind.EXPECT, call.unit, call.started)
 
     def enter_backward(self, call: Call) -> None:
         """Autograd reaches the outputs of `call`."""
         self.storages.count_as(is_loss=False)
         self._reached = call.unit
-        self._note(EventKind.BACKWARD, call.unit, call.started)
+        self._note_event(EventKind.BACKWARD, call.unit, call.started)
 
     def end_backward(self) -> None:
         """Autograd is done."""
-        self._note(EventKind.END)
+        self._note_event(EventKind.END)

@@ -45,9 +45,9 @@ def chrome_trace(records: Sequence[StepRecord]) -> dict[str, Any]:
     first = min((record.began_at for record in records), default=0.0)
     for record in records:
         shift = record.began_at - first
-        events.append(_name("process_name", record.rank, 0, f"rank {record.rank}"))
+        events.append(_name_event("process_name", record.rank, 0, f"rank {record.rank}"))
         for tid, (name, spans) in enumerate(rows(record.spans), start=1):
-            events.append(_name("thread_name", record.rank, tid, name))
+            events.append(_name_event("thread_name", record.rank, tid, name))
             events += [
                 {
                     "ph": "X", "pid": record.rank, "tid": tid, "cat": span.stream,
@@ -74,7 +74,7 @@ def _counters(record: StepRecord, shift: float) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _name(event: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+def _name_event(event: str, pid: int, tid: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "pid": pid, "tid": tid, "ts": 0, "name": event, "args": {"name": name}}
 
 
@@ -128,10 +128,12 @@ def read(directory: str | os.PathLike[str]) -> RunReport:
             contents(report)  # so that damage of what the page draws is found here, too
             return report
     except OSError as error:
-        raise _refused(f"{DATA} in {str(directory)!r}", error.strerror or str(error)) from error
+        raise _refused_page(
+            f"{DATA} in {str(directory)!r}", error.strerror or str(error)
+        ) from error
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise _refused(f"an undamaged {str(path)!r}", reason) from error
+        raise _refused_page(f"an undamaged {str(path)!r}", reason) from error
     wanted = f"a report of format {FORMAT} or older in {str(path)!r}"
     hint = "read it with the version of onefold that wrote it, or a newer one"
     raise ConfigError(wanted, f"format {number}", hint=hint)
@@ -145,6 +147,6 @@ def _write_text(path: Path, text: str) -> None:
         raise OnefoldError(f"to write {str(path)!r}", got, hint=hint) from error
 
 
-def _refused(wanted: str, got: str) -> ConfigError:
+def _refused_page(wanted: str, got: str) -> ConfigError:
     hint = "`onefold train --report DIR` writes one"
     return ConfigError(wanted, got, hint=hint)

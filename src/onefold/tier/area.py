@@ -59,7 +59,7 @@ class Area:
                 self._join(*self._given.popleft())
             num_grounds = len(self._free)
             for ground in ((first + turn) % num_grounds for turn in range(num_grounds)):
-                start = self._cut(self._free[ground], nbytes)
+                start = self._cut_stretch(self._free[ground], nbytes)
                 if start is not None:
                     self._ledger.add(self._kind, self._tier, nbytes, is_mapped=True)
                     return Lease(self, ground, start, nbytes)
@@ -73,7 +73,7 @@ class Area:
             self.add(*grow())
         return lease
 
-    def _cut(self, free: list[tuple[int, int]], nbytes: int) -> int | None:
+    def _cut_stretch(self, free: list[tuple[int, int]], nbytes: int) -> int | None:
         fitting = [(stop - start, start) for start, stop in free if stop - start >= nbytes]
         if not fitting:
             return None

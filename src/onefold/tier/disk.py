@@ -225,14 +225,16 @@ class Extent(Allocation):
         return self
 
     def fetch(self, start: int, into: Tensor) -> None:
-        for file, offset, view in self._parts(start, into):
+        for file, offset, view in self._parts_of_flat(start, into):
             file.read(offset, view)
 
     def flush(self, start: int, source: Tensor) -> None:
-        for file, offset, view in self._parts(start, source):
+        for file, offset, view in self._parts_of_flat(start, source):
             file.write(offset, view)
 
-    def _parts(self, start: int, flat: Tensor) -> Iterator[tuple[SwapFile, int, memoryview]]:
+    def _parts_of_flat(
+        self, start: int, flat: Tensor
+    ) -> Iterator[tuple[SwapFile, int, memoryview]]:
         """Yield the place of each part of `flat`, up to its last whole page as in every extent."""
         view, first = page_view(flat), start * self._itemsize
         for file, offset, part in parts_of(self._stripes, first, len(view)):

@@ -96,13 +96,15 @@ class DiskScratch:
     def read(self, lease: Lease, nbytes: int) -> tuple[Tensor, Pieces]:
         """Begin to read into new memory [nbytes, uint8] of the computing device."""
         into = self._allocate(nbytes)
-        return into, self._read(lease, into, 0, lambda: self._note_moved(nbytes))
+        return into, self._read_pieces(lease, into, 0, lambda: self._note_moved(nbytes))
 
     def read_into(self, lease: Lease, into: Tensor, at: int = 0) -> Pieces:
         """Begin to fill `into` [nbytes, uint8], page-aligned, from byte `at` of the place."""
-        return self._read(lease, into, at, None)
+        return self._read_pieces(lease, into, at, None)
 
-    def _read(self, lease: Lease, into: Tensor, at: int, then: Callable[[], None] | None) -> Pieces:
+    def _read_pieces(
+        self, lease: Lease, into: Tensor, at: int, then: Callable[[], None] | None
+    ) -> Pieces:
         file, ready, offset = self._files[lease.ground], self._mark(), lease.offset + at
 
         def piece(start: int, stop: int) -> None:
@@ -178,11 +180,11 @@ class Pieces:
 
         def task(start: int) -> Task:
             stop = min(start + PIECE_NBYTES, nbytes)
-            return workers.give(lambda: self._run(lambda: piece(start, stop), then))
+            return workers.give(lambda: self._run_piece(lambda: piece(start, stop), then))
 
         self._tasks = [task(start) for start in starts]
 
-    def _run(self, piece: Callable[[], None], then: Callable[[], None] | None) -> None:
+    def _run_piece(self, piece: Callable[[], None], then: Callable[[], None] | None) -> None:
         if self._is_abandoned:
             return
         try:

@@ -86,12 +86,12 @@ class Workers:
     def give(self, work: Callable[[], None]) -> Task:
         """Submit a task."""
         if self._pool is None:
-            self._pool = self._start()
+            self._pool = self._start_threads()
         task = Task(work)
         self._pool.submit(task.run)
         return task
 
-    def _start(self) -> ThreadPoolExecutor:
+    def _start_threads(self) -> ThreadPoolExecutor:
         """Start every thread with one compute thread each.
 
         torch sets that number for future threads as well, so it is restored here.

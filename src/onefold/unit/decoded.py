@@ -49,18 +49,18 @@ class DecodedWeight:
             self._products = MATRIX_FORMATS[quantized.word]
             self.matrices = self._products.matrices(message, self.shape_in_message)
         else:
-            self._make_room().release()
+            self._room_for_values().release()
 
     @property
     def view(self) -> Tensor:
         """The numbers [shape], which are valid after `fill`."""
-        self._make_room()
+        self._room_for_values()
         return self._view
 
     @property
     def tensor(self) -> Tensor:
         """The flat numbers."""
-        return self._make_room().tensor
+        return self._room_for_values().tensor
 
     @property
     def shown(self) -> Tensor:
@@ -77,7 +77,7 @@ class DecodedWeight:
         """The attributes of the weight's PackedMatrix."""
         return {"_onefold_weight": self, "_onefold_index": 0 if len(self.shape) == 2 else None}
 
-    def _make_room(self) -> Buffer:
+    def _room_for_values(self) -> Buffer:
         if self._buffer is None:
             numel, context = self.shape.numel(), self._context
             with torch.inference_mode(False):  # else nothing may resize it
@@ -102,7 +102,7 @@ class DecodedWeight:
         """Decode the gathered message, unless that was done since the last `release`."""
         if self.is_multiplied and (self._buffer is None or not self._buffer.is_held):
             self._context.numbers.note(self.message, self.release)
-        room = self._make_room()
+        room = self._room_for_values()
         if not room.is_held:
             room.reallocate()
             self._format.decode(self.message, self._target)

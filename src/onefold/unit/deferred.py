@@ -212,20 +212,20 @@ class Deferred(TorchDispatchMode):
         reads = [memory for memory in known if memory is not over]
         operation: _Operation | None = None
         if written:
-            operation = self._described(func, args, before, reads, over)
+            operation = self._described_call(func, args, before, reads, over)
         out = func(*args, **kwargs)
         for memory in written:
             assert operation is not None, "it was described before it ran"
             memory.note(operation)
-        mine = {tensor.untyped_storage()._cdata for tensor in inputs if _is_plain(tensor)}
+        mine = {tensor.untyped_storage()._cdata for tensor in inputs if _is_strided(tensor)}
         for index, tensor in enumerate(tree_leaves(out)):
-            is_new = _is_plain(tensor) and tensor.untyped_storage()._cdata not in mine
+            is_new = _is_strided(tensor) and tensor.untyped_storage()._cdata not in mine
             if is_new and tensor.untyped_storage().nbytes() >= LEAST_NBYTES:
                 if name in EMPTY:
                     self._empty(tensor)
                     continue
                 if operation is None:
-                    operation = self._described(func, args, before, reads, None)
+                    operation = self._described_call(func, args, before, reads, None)
                 memory = self._know(tensor, may_drop=name in FACTORIES)
                 operation.results.append((index, _View.of(memory, tensor)))
                 memory.note(operation)
@@ -254,7 +254,7 @@ class Deferred(TorchDispatchMode):
             self._generators[where] = torch.Generator(where).set_state(self._states[where])
         return func, {**kwargs, "generator": self._generators[where]}
 
-    def _described(
+    def _described_call(
         self, func: Any, args: Any, kwargs: Any, reads: list[_Memory], over: _Memory | None
     ) -> _Operation:
         def kept(value: Any) -> Any:
@@ -267,7 +267,7 @@ class Deferred(TorchDispatchMode):
         return _Operation(next(self._numbers), func, kept_args, kept_kwargs, reads, over)
 
     def _memory_of(self, tensor: Tensor) -> _Memory | None:
-        if not _is_plain(tensor):
+        if not _is_strided(tensor):
             return None
         memory = self._memories.get(tensor.untyped_storage()._cdata)
         return None if memory is None or memory.weak.expired() else memory
@@ -371,7 +371,7 @@ def _cloned(value: Any) -> Any:
     return value.clone_state() if isinstance(value, torch.Generator) else value
 
 
-def _is_plain(value: Any) -> bool:
+def _is_strided(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
 
 

@@ -325,10 +325,10 @@ class StaleParameter(Stale, nn.Parameter):
 class StaleDTensor(Stale, DTensor):
     """See `Stale`."""
 
-    def _refuse(self, *_: object, **__: object) -> Any:
+    def _refuse_stale(self, *_: object, **__: object) -> Any:
         raise self._why()
 
-    to_local = full_tensor = redistribute = _refuse
+    to_local = full_tensor = redistribute = _refuse_stale
 
 
 def drop_values(parameter: nn.Parameter) -> None:

@@ -118,12 +118,12 @@ class UnitGather:
         rows, copies = self.weights.rows, self._copies
         if copies is None:
             try:
-                return self._begin(message, plan, label)
+                return self._begin_message(message, plan, label)
             finally:
                 rows.give_back()
         try:
             with copies:
-                ticket = self._begin(message, plan, label)
+                ticket = self._begin_message(message, plan, label)
         except BaseException:
             rows.leave_by(copies.mark())
             rows.give_back()
@@ -137,7 +137,7 @@ class UnitGather:
 
         return ticket.then(arrived)
 
-    def _begin(self, message: Buffer, plan: GatherPlan, label: str) -> Ticket:
+    def _begin_message(self, message: Buffer, plan: GatherPlan, label: str) -> Ticket:
         weights, own = self.weights, self._rows_to_send()
         places = message.parts(plan.message)[1::2]
         flags = message.tensor[len(message.tensor) - plan.num_flags :]

@@ -34,9 +34,9 @@ class GatheredView(Tensor):
         if any(isinstance(leaf, GatheredView) for leaf in tree_iter(kwargs.get("out"))):
             raise refusals.LOST_WRITE(_label(args[0] if args else None))
         if writes(func):
-            return _write(func, args, kwargs)
+            return _write_through(func, args, kwargs)
         viewed = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, GatheredView)]
-        outputs = func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
+        outputs = func(*tree_map(_plain_leaf, args), **tree_map(_plain_leaf, kwargs))
         return as_views(outputs, viewed[0]._target, viewed[0])
 
 
@@ -66,21 +66,21 @@ def as_views(outputs: Any, target: DTensor, rows: Tensor) -> Any:
     return tree_map(shown, outputs)
 
 
-def _write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _write_through(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first = args[0] if args else next(iter(kwargs.values()))  # torch.nn.init passes names
     written = [leaf for leaf in tree_iter(first) if isinstance(leaf, GatheredView)]
     refuse_edit(func, ([view._target for view in written],), {})
     rows = {id(view._target): _gathered(view._target) for view in written}
     fresh = {id(view): _place_in(rows[id(view._target)], view) for view in written}
     plain_args, plain_kwargs = tree_map(
-        lambda leaf: fresh[id(leaf)] if id(leaf) in fresh else _plain(leaf), (args, kwargs)
+        lambda leaf: fresh[id(leaf)] if id(leaf) in fresh else _plain_leaf(leaf), (args, kwargs)
     )
     outputs = func(*plain_args, **plain_kwargs)
     with torch.no_grad():
         for target in {id(view._target): view._target for view in written}.values():
             target.copy_(rows[id(target)].detach())  # each rank cuts its own
         for view in written:
-            _plain(view).copy_(fresh[id(view)])
+            _plain_leaf(view).copy_(fresh[id(view)])
     return first if isinstance(outputs, Tensor) and written else outputs
 
 
@@ -93,7 +93,7 @@ def _gathered(target: DTensor) -> Tensor:
 
 def _place_in(rows: Tensor, view: GatheredView) -> Tensor:
     """The part of gathered rows that a view shows."""
-    plain = _plain(view)
+    plain = _plain_leaf(view)
     if plain.dtype != rows.dtype or plain.is_conj() or plain.is_neg():
         raise refusals.LOST_WRITE(_label(view))
     return rows.as_strided(plain.size(), plain.stride(), plain.storage_offset())
@@ -103,7 +103,7 @@ def _label(view: object) -> str:
     return getattr(getattr(view, "_target", None), "_label", "a sharded tensor")
 
 
-def _plain(leaf: Any) -> Any:
+def _plain_leaf(leaf: Any) -> Any:
     if not isinstance(leaf, GatheredView):
         return leaf
     with torch._C.DisableTorchFunctionSubclass():

@@ -132,7 +132,7 @@ class _Rules:
         vars(module).pop(HF_FLAG, None)
         if not inside & self._missing:
             return
-        given = {n: self._given[id(t)] for n, t in _named(module) if id(t) in self._given}
+        given = {n: self._given[id(t)] for n, t in _named_tensors(module) if id(t) in self._given}
         if _rebuild(module, given):
             return
         for child in module.children():
@@ -180,7 +180,7 @@ class _Rules:
 
     def complete(self, module: nn.Module) -> None:
         """Set what no rule has set as the constructor of a model does."""
-        named = [(name, t) for name, t in _named(module) if id(t) not in self._given]
+        named = [(name, t) for name, t in _named_tensors(module) if id(t) not in self._given]
         unset = [(name, t) for name, t in named if self._deferred.is_unset(t)]
         made = _twin(module) if unset else {}
         for name, tensor in unset if made else ():
@@ -268,10 +268,10 @@ def _twin(module: nn.Module, *, is_on_meta: bool = False) -> dict[str, Any]:
         return {}
     finally:
         torch.set_default_dtype(usual)
-    return dict(_named(twin)) if _outline(twin) == _outline(module) else {}
+    return dict(_named_tensors(twin)) if _outline(twin) == _outline(module) else {}
 
 
-def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield all parameters and buffers, under all of their names."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
@@ -280,7 +280,7 @@ def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _outline(module: nn.Module) -> list[tuple[str, torch.dtype, torch.Size, int]]:
     """Name, dtype, shape and first place of each parameter and buffer."""
     first: dict[int, int] = {}
-    named = enumerate(_named(module))
+    named = enumerate(_named_tensors(module))
     return [(name, t.dtype, t.shape, first.setdefault(id(t), i)) for i, (name, t) in named]
 
 

@@ -101,10 +101,10 @@ def run_sharded(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     shown = args[0] if args else None
     if has_no_identity(func, args, kwargs):
         args, kwargs = tree_map(_with_rows, (args, kwargs))
-    return _run(func, args, kwargs, shown)
+    return _run_by_dtensor(func, args, kwargs, shown)
 
 
-def _run(
+def _run_by_dtensor(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], shown: Any
 ) -> Any:
     """Run `func`; raise `StateError` for an operation that DTensor does not define.

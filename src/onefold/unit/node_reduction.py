@@ -180,7 +180,7 @@ class TwoHop(OneHop):
         self.counts = torch.empty_like(self.counts)
         pairs = zip(which, mean.fresh, strict=True)
         fresh = [is_fresh for index, is_fresh in pairs for _ in between.parts[index]]
-        out = [*self._pieces(which, mean.rows), self.counts]
+        out = [*self._reduced_pieces(which, mean.rows), self.counts]
         ticket = between.reduce(which, is_used, [*partials, flags], out, [*fresh, True])
         return ticket.then(partial(_free, partials, sums))
 

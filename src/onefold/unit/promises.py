@@ -67,7 +67,7 @@ def promised_values(tree: ModuleTree) -> Values | None:
     marks = {part.__dict__[PROMISED] for _, part in tree.parts if PROMISED in part.__dict__}
     if not marks:
         return None
-    places = dict(_places(tree))
+    places = dict(_promised_places(tree))
     promised = {mark.values for mark in marks}
     for name, tensor in _tensors(tree):
         if name in places or not tensor.is_meta:
@@ -79,7 +79,7 @@ def promised_values(tree: ModuleTree) -> Values | None:
     return PromisedValues(places)
 
 
-def _places(tree: ModuleTree) -> Iterator[tuple[str, tuple[Values, str]]]:
+def _promised_places(tree: ModuleTree) -> Iterator[tuple[str, tuple[Values, str]]]:
     """Yield each tensor's name of today, its values, and its name there."""
     for prefix, part in tree.parts:
         mark: _Mark | None = part.__dict__.get(PROMISED)

@@ -53,7 +53,7 @@ class QuantizedBytes(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for written in _written(func, args, kwargs):
-            _refuse(written, func._schema.name.partition("::")[2], args[1:])
+            _refuse_mixed_bytes(written, func._schema.name.partition("::")[2], args[1:])
         shown = next(s for s in tree_iter((args, kwargs)) if isinstance(s, QuantizedBytes))
         outputs = func(*tree_map(plain_bytes, args), **tree_map(plain_bytes, kwargs))
         if any(value.alias_info is not None for value in func._schema.returns):
@@ -77,7 +77,7 @@ def refuse_edit(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     for leaf in tree_iter((edited, kwargs.get("out"))):
         shown = getattr(leaf, "_local_tensor", leaf)
         if isinstance(shown, QuantizedBytes):
-            _refuse(shown, func.__name__, args[1:], leaf.shape)
+            _refuse_mixed_bytes(shown, func.__name__, args[1:], leaf.shape)
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[QuantizedBytes]:
@@ -88,7 +88,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
             yield from (leaf for leaf in tree_iter(value) if isinstance(leaf, QuantizedBytes))
 
 
-def _refuse(
+def _refuse_mixed_bytes(
     shown: QuantizedBytes, name: str, operands: tuple[Any, ...], shape: torch.Size | None = None
 ) -> None:
     """Raise `StateError`, unless all bytes are copied from bytes of the same layout.

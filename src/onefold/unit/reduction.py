@@ -156,12 +156,12 @@ class Feedback:
                 return None
             key = (region[0], hop, region[1])
             if key not in self._residuals:
-                self._make(key, numel).zero_()
+                self._make_residual(key, numel).zero_()
             return self._residuals[key].tensor
 
         return residual
 
-    def _make(self, key: tuple[str, str, int], numel: int) -> Tensor:
+    def _make_residual(self, key: tuple[str, str, int], numel: int) -> Tensor:
         store, ledger = self._context.store, self._context.ledger
         buffer = Buffer(numel, torch.float32, Kind.FEEDBACK, store, ledger)
         self._residuals[key] = buffer
@@ -191,7 +191,7 @@ class Feedback:
                 for region, (slab, part) in enumerate(zip(slot.slabs(), parts, strict=True)):
                     start, stop = slab.pieces[rank]
                     rest = torch.cat([part[:start], part[stop:]])
-                    self._make((slot.fqn, "", region), len(rest)).copy_(rest)
+                    self._make_residual((slot.fqn, "", region), len(rest)).copy_(rest)
 
     def forget(self, parameters: Iterable[Any]) -> None:
         """Drop the residuals of these parameters, or of their slots."""
@@ -287,7 +287,7 @@ class OneHop:
     def _targets(self, which: Which, mean: MeanRows | None) -> tuple[list[Tensor], list[bool]]:
         """The tensors that receive each region; for each parameter, whether to replace values."""
         assert mean is not None, "the first hop of this reduction fills the rows of the mean"
-        return self._pieces(which, mean.rows), mean.fresh
+        return self._reduced_pieces(which, mean.rows), mean.fresh
 
     def users(self, used: Users) -> Users:
         """For each parameter, whether some rank used it, from the counts of the last message."""
@@ -334,7 +334,7 @@ class OneHop:
         self.counts = torch.empty(flags.numel(), dtype=spec.dtype, device=device)
         return flags
 
-    def _pieces(self, which: Which, rows: list[Tensor]) -> list[Tensor]:
+    def _reduced_pieces(self, which: Which, rows: list[Tensor]) -> list[Tensor]:
         """The part of each parameter's rows that this rank reduces: a piece of every slab."""
         pairs, context = zip(which, rows, strict=True), self._spec.context
         if not context.is_sharded:  # each rank has all rows

@@ -93,10 +93,10 @@ class TiledWeight:
             return self._embedding(*args, **kwargs)
         if self.parameter.unit.is_wanted_unsharded(self.parameter):
             name = getattr(func, "__name__", repr(func))
-            raise self._refused(f"{name}()")
+            raise self._refused_use(f"{name}()")
         return None
 
-    def _refused(self, got: str) -> StateError:
+    def _refused_use(self, got: str) -> StateError:
         wanted = f"tiled weight {self.parameter.fqn!r} to be used by Linear or Embedding"
         hint = "with a larger Offload.tile this weight is gathered in one piece"
         return StateError(wanted, got, where=self._context.where, hint=hint)
@@ -113,7 +113,7 @@ class TiledWeight:
         sparse: bool = False,
     ) -> Tensor:  # fmt: skip
         if max_norm is not None or scale_grad_by_freq or sparse:
-            raise self._refused("an Embedding with max_norm, scale_grad_by_freq or sparse")
+            raise self._refused_use("an Embedding with max_norm, scale_grad_by_freq or sparse")
         if self._context.is_inference:
             check_rows(tokens, self.num_rows)
             return self._rows_of(tokens)
@@ -142,18 +142,18 @@ class TiledWeight:
 
     def whole_tiles(self) -> Iterator[tuple[Tile, Tensor]]:
         """Each tile with its rows [num_rows, C], in the order of ranks; the next is on its way."""
-        following = self._start(0)
+        following = self._start_tile(0)
         for number, tile in enumerate(self.tiles):
             ticket = following
             room = self._rooms[number % 2]
-            following = self._start(number + 1) if number + 1 < len(self.tiles) else DONE
+            following = self._start_tile(number + 1) if number + 1 < len(self.tiles) else DONE
             ticket.wait()
             numel = tile.num_rows * self.num_columns
             self._gather.check_flags(room.tensor[numel : numel + self._context.num_flags])
             yield tile, room.tensor[:numel].view(tile.num_rows, self.num_columns)
             room.release()
 
-    def _start(self, number: int) -> Ticket:
+    def _start_tile(self, number: int) -> Ticket:
         """Begin to gather a tile into its room."""
         tile, room, context = self.tiles[number], self._rooms[number % 2], self._context
         rank, num_flags = context.rank, context.num_flags

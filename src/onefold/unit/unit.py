@@ -139,14 +139,14 @@ class Unit(UnitWeights):
                     is_multiplied = parameter.decoded.is_multiplied
                     (self.multiplied if is_multiplied else self.decoded).append(parameter.decoded)
                 self.edits.watch(parameter.sharded)
-            self._read(promised, values)
+            self._read_own_rows(promised, values)
         if not self.is_resident:
             self.unsharded.release()
         self.forget()
         if isinstance(rows, FileRows):
             self.files_edits = self.edits.all()
 
-    def _read(self, promised: Set[UnitParameter], values: Values | None) -> None:
+    def _read_own_rows(self, promised: Set[UnitParameter], values: Values | None) -> None:
         """Read own rows of the `promised` parameters, into the master where there is one."""
         if self.master is not None:
             self.master.tensor.copy_(self.weight.tensor)

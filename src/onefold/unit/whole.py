@@ -42,14 +42,14 @@ class WholeGrad(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     full_tensor, to_local = full_tensor, to_local
 
-    def _plain(self) -> Tensor:
+    def _plain_grad(self) -> Tensor:
         return self.as_subclass(Tensor)
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
-        return self._plain().__repr__(**options)
+        return self._plain_grad().__repr__(**options)
 
     def __format__(self, spec: str) -> str:
-        return self._plain().__format__(spec)
+        return self._plain_grad().__format__(spec)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
         copied: Any = self.detach().clone()
@@ -58,7 +58,7 @@ class WholeGrad(Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._plain().__reduce_ex__(protocol)
+        return self._plain_grad().__reduce_ex__(protocol)
 
 
 class PartialGrad(WholeGrad):

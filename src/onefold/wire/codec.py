@@ -106,14 +106,14 @@ class Codec:
         Infinities and NaN raise nothing: they decode to NaN.
         """
         if values.dim() != 1 or not values.is_floating_point():
-            self._refuse("flat values of a floating dtype", values)
+            self._refuse_message("flat values of a floating dtype", values)
         self._check_message(message, values)
-        values, (scales, payload) = values.detach().contiguous(), self._parts(message)
+        values, (scales, payload) = values.detach().contiguous(), self._message_parts(message)
         native = self._native(values)
         if native is not None:
             native.encode(values, Parts(self.word, self.group, self.is_rotated, scales, payload))
         else:
-            _encode(self, values, scales, payload)
+            _encode_blocks(self, values, scales, payload)
 
     def decode(self, message: Tensor, out: Tensor) -> None:
         """Overwrite `out` [n], of any floating dtype: computed in fp32, then rounded to it."""
@@ -127,9 +127,9 @@ class Codec:
         is_right = out.dtype == torch.float32 if adds else out.is_floating_point()
         if out.dim() != 1 or not is_right or not out.is_contiguous():
             dtype = "torch.float32" if adds else "a floating dtype"
-            self._refuse(f"a flat, contiguous tensor of {dtype} to decode to", out)
+            self._refuse_message(f"a flat, contiguous tensor of {dtype} to decode to", out)
         self._check_message(message, out)
-        scales, payload = self._parts(message)
+        scales, payload = self._message_parts(message)
         native = self._native(out)
         if native is not None:
             parts = Parts(self.word, self.group, self.is_rotated, scales, payload)
@@ -145,7 +145,7 @@ class Codec:
         """Bytes of the payload alone."""
         return (numel + 1) // 2 if self.word == "int4" else numel
 
-    def _parts(self, message: Tensor) -> tuple[Tensor, Tensor]:
+    def _message_parts(self, message: Tensor) -> tuple[Tensor, Tensor]:
         """Scales, bf16 [groups], and payload, uint8.
 
         Only the last group may be a short one, so the message's length gives their number.
@@ -158,9 +158,9 @@ class Codec:
         is_bytes = message.dtype == torch.uint8 and message.is_contiguous()
         if not is_bytes or message.shape != (nbytes,) or message.device != values.device:
             wanted = f"a message of {nbytes} bytes, torch.uint8, for {values.numel()} elements"
-            self._refuse(f"{wanted} on {values.device}", message)
+            self._refuse_message(f"{wanted} on {values.device}", message)
 
-    def _refuse(self, wanted: str, tensor: Tensor) -> None:
+    def _refuse_message(self, wanted: str, tensor: Tensor) -> None:
         got = f"{tuple(tensor.shape)} of {tensor.dtype} on {tensor.device}"
         hint = "Codec.nbytes(numel) is its length"
         raise WireError(wanted, got, where=f"codec {self.name}", hint=hint)
@@ -227,7 +227,7 @@ class _QuantizedBlock(NamedTuple):
     width: int
 
 
-def _blocks(codec: Codec, numel: int, block: int) -> Iterator[_QuantizedBlock]:
+def _codec_blocks(codec: Codec, numel: int, block: int) -> Iterator[_QuantizedBlock]:
     """Yield all blocks; a short last group is a block of its own."""
     whole = numel // codec.group * codec.group
     for start in (*range(0, whole, block), *([whole] if whole < numel else [])):
@@ -239,9 +239,9 @@ def _blocks(codec: Codec, numel: int, block: int) -> Iterator[_QuantizedBlock]:
         yield _QuantizedBlock(slice(start, stop), groups, payload, width)
 
 
-def _encode(codec: Codec, values: Tensor, scales: Tensor, payload: Tensor) -> None:
+def _encode_blocks(codec: Codec, values: Tensor, scales: Tensor, payload: Tensor) -> None:
     scratch = _Scratch(codec, len(values), values.device)
-    for elements, groups, bytes_, width in _blocks(codec, len(values), scratch.block):
+    for elements, groups, bytes_, width in _codec_blocks(codec, len(values), scratch.block):
         x = values[elements]
         work = scratch.wide[: len(x)]
         if codec.is_rotated or x.dtype != torch.float32:
@@ -282,7 +282,7 @@ def _pack(codec: Codec, work: Tensor, payload: Tensor, scratch: _Scratch) -> Non
 def _decode(codec: Codec, scales: Tensor, payload: Tensor, out: Tensor, *, adds: bool) -> None:
     scratch = _Scratch(codec, len(out), out.device)
     is_direct = not (adds or codec.is_rotated) and out.dtype == torch.float32
-    for elements, groups, bytes_, width in _blocks(codec, len(out), scratch.block):
+    for elements, groups, bytes_, width in _codec_blocks(codec, len(out), scratch.block):
         into = out[elements]
         work = into if is_direct else scratch.wide[: len(into)]
         _unpack(codec, payload[bytes_], work, scratch)

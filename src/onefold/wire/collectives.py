@@ -99,7 +99,7 @@ class Group:
         if self.peers is not None and tensor.device.type == "cpu":
             # backends send real numbers
             real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-            return self._begin(lambda lanes: lanes.broadcast(real, source))
+            return self._begin_work(lambda lanes: lanes.broadcast(real, source))
         return self._issue(
             lambda group: dist.broadcast(tensor, group=group, group_src=source, async_op=True),
             tensor,
@@ -110,7 +110,7 @@ class Group:
         if out.is_complex():
             out, shard = torch.view_as_real(out), torch.view_as_real(shard)
         if self.peers is not None and out.device.type == "cpu":
-            return self._begin(lambda lanes: lanes.all_gather(out, shard))
+            return self._begin_work(lambda lanes: lanes.all_gather(out, shard))
         return self._issue(methodcaller(NAMES.all_gather, out, shard, ALL_GATHER), out)
 
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> Waitable:
@@ -125,7 +125,9 @@ class Group:
         if out.is_complex():
             out, sent = torch.view_as_real(out), torch.view_as_real(sent)
         if self.peers is not None and out.device.type == "cpu":
-            return self._begin(lambda lanes: lanes.all_to_all(out, sent, numels_out, numels_sent))
+            return self._begin_work(
+                lambda lanes: lanes.all_to_all(out, sent, numels_out, numels_sent)
+            )
         send = methodcaller(NAMES.all_to_all, out, sent, numels_out, numels_sent, ALL_TO_ALL)
         return self._issue(send, out)
 
@@ -176,7 +178,7 @@ class Group:
         """Wait for the one work of a message."""
         Ticket(self.track([work], label), label=label).wait()
 
-    def _begin(self, start: Callable[[Lanes], dist.Work]) -> dist.Work:
+    def _begin_work(self, start: Callable[[Lanes], dist.Work]) -> dist.Work:
         assert self.peers is not None, "checked by the caller"
         try:
             return start(self.peers.lanes)
@@ -201,7 +203,7 @@ class Group:
         """Replace `tensor` by its maximum over the ranks; blocks."""
         if self.peers is not None and tensor.device.type == "cpu":
             self.agree((VOTE, tensor.numel()), label, tensor)
-            work = self._begin(lambda lanes: lanes.all_reduce_max(tensor))
+            work = self._begin_work(lambda lanes: lanes.all_reduce_max(tensor))
             self.wait(work, label)
         elif self.handle is not None:
             with named(f"{label} to complete"):
@@ -221,13 +223,13 @@ class Group:
         if self.world_size == 1:
             return [value]
         if self.peers is not None:
-            return self._exchange(value)
+            return self._gather_pickled(value)
         values = [value] * self.world_size
         with named(f"{MESSAGE} to complete"):
             dist.all_gather_object(values, value, group=self.handle)
         return values
 
-    def _exchange(self, value: T) -> list[T]:
+    def _gather_pickled(self, value: T) -> list[T]:
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = torch.empty(self.world_size, dtype=torch.int64)
         self.agree(MESSAGE, MESSAGE, sizes)

@@ -72,13 +72,13 @@ class StepDigest:
         """
         before, self._exchanged = self._exchanged, None
         if self._log or waits:
-            self._exchanged = self._exchange(ranks, device)
+            self._exchanged = self._exchange_digest(ranks, device)
         self._judge(ranks, before)
         if waits or device.type == "cpu":
             now, self._exchanged = self._exchanged, None
             self._judge(ranks, now)
 
-    def _exchange(self, ranks: LoggedRanks, device: torch.device) -> _Exchanged:
+    def _exchange_digest(self, ranks: LoggedRanks, device: torch.device) -> _Exchanged:
         log, failure = self._log, self._failure
         self._log, self._failure = [], None
         digest = crc32(repr(log).encode())

@@ -107,7 +107,7 @@ class Kernels:
 
 
 @cache
-def _load(name: str) -> Kernels | None:
+def _load_kernels(name: str) -> Kernels | None:
     try:
         return Kernels(import_module(f"onefold.wire.kernels.{name}"))
     except (ImportError, AttributeError) as error:  # absent, or another version of Triton
@@ -117,7 +117,7 @@ def _load(name: str) -> Kernels | None:
 
 def kernels_for(device: torch.device, name: str = "triton_kernels") -> Kernels | None:
     """The kernels of a module of wire/kernels for a device, if it runs them."""
-    return _load(name) if device.type in DEVICES else None
+    return _load_kernels(name) if device.type in DEVICES else None
 
 
 class FusedCodec:
@@ -143,7 +143,7 @@ class FusedCodec:
         has_base: bool,
     ) -> bool:
         """Write a message whose exact parts have `dtype`; False if nothing was begun."""
-        return self._run(
+        return self._run_kernel(
             "encode", rows, device, dtype, largest=LARGEST[self.codec.word],
             smallest=SMALLEST_SCALE, has_base=has_base,
         )  # fmt: skip
@@ -152,7 +152,7 @@ class FusedCodec:
         self, rows: Sequence[MessageRow], device: torch.device, dtype: torch.dtype, *, adds: bool
     ) -> bool:
         """Read messages into values of `dtype`, or add them; False if nothing was begun."""
-        return self._run("decode", rows, device, dtype, adds=adds)
+        return self._run_kernel("decode", rows, device, dtype, adds=adds)
 
     def average(
         self, rows: Sequence[MessageRow], device: torch.device, dtype: torch.dtype,
@@ -160,9 +160,9 @@ class FusedCodec:
     ) -> bool:  # fmt: skip
         """Sum the messages of `numbers`: ranks, this rank, bytes of a message, the scale."""
         into_bf16 = into == torch.bfloat16
-        return self._run("average", rows, device, dtype, numbers, into_bf16=into_bf16)
+        return self._run_kernel("average", rows, device, dtype, numbers, into_bf16=into_bf16)
 
-    def _run(
+    def _run_kernel(
         self, name: str, rows: Sequence[MessageRow], device: torch.device, dtype: torch.dtype,
         numbers: Sequence[Any] = (), **constants: Any,
     ) -> bool:  # fmt: skip

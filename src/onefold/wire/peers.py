@@ -57,17 +57,19 @@ class Peers:
             return
         facts = repr((lane.name, lane.issued, message))  # ranks may be ahead by expected messages
         digest = torch.tensor([crc32(facts.encode())], device="cpu")
-        if len({row[0] for row in self._exchange(digest, label)}) > 1:
+        if len({row[0] for row in self._exchange_labels(digest, label)}) > 1:
             here = Message(self, [], lane, label).waiting
             place = f"{self.roll_call.place_of(here)} (message {lane.issued} of its phase)"
             line = bytearray(place.encode()[:_PLACE_NBYTES].ljust(_PLACE_NBYTES))
             text = torch.frombuffer(line, dtype=torch.uint8)
-            places = [bytes(row).decode(errors="ignore") for row in self._exchange(text, label)]
+            places = [
+                bytes(row).decode(errors="ignore") for row in self._exchange_labels(text, label)
+            ]
             table = "\n".join(map(str.rstrip, places))
             self._failure = WireError(self.roll_call.no_rank_can_go_on(table))
             raise self._failure
 
-    def _exchange(self, own: torch.Tensor, label: str) -> list[Any]:
+    def _exchange_labels(self, own: torch.Tensor, label: str) -> list[Any]:
         """The rows of all ranks, on the lane of agreements."""
         lane = self.lanes.all[AGREEMENT]
         everyone = own.new_empty(self.lanes.size, len(own))

@@ -53,24 +53,26 @@ class Quantized:
         messages = self._gathered[key]
         staged = exchange.gathering.take(messages.nbytes, torch.uint8, full.device)
         is_difference = own is not None and own.has_base
-        self._write(full, staged[slice(*messages.spans[rank])], messages.parts[rank], own)
+        self._encode_own(full, staged[slice(*messages.spans[rank])], messages.parts[rank], own)
         self.group.agree(("gather quantized", cut.identity), label, staged)
         works = exchange.together(full.device, lambda: exchange.all_gather(staged, messages.spans))
         exchange.count("gather", messages.numels[rank] * (self.group.world_size - 1))
 
         def read() -> None:
-            self._read(full, messages, staged, adds=is_difference)
+            self._decode_all(full, messages, staged, adds=is_difference)
             exchange.gathering.give([staged])
 
         return Ticket(self.group.track(works, label), read, label)
 
-    def _read(
+    def _decode_all(
         self, full: Tensor, messages: QuantizedMessages, staged: Tensor, *, adds: bool
     ) -> None:
         """Decode the messages of all ranks over `full`, or add them to it."""
         if kernels_for(full.device) is not None:
             rows = [
-                self._row(part, address(staged, start), address(full, part.rows.start), full.dtype)
+                self._message_row(
+                    part, address(staged, start), address(full, part.rows.start), full.dtype
+                )
                 for parts, (start, _) in zip(messages.parts, messages.spans, strict=True)
                 for part in parts
             ]
@@ -87,7 +89,7 @@ class Quantized:
                     self.codec.decode(part, target)
         return None
 
-    def _row(
+    def _message_row(
         self, part: Part, message: int, values: int, dtype: torch.dtype, **others: int
     ) -> MessageRow:
         """One part of a message that begins at an address, and its values at another."""
@@ -97,7 +99,7 @@ class Quantized:
             is_narrow=is_narrow, **others,
         )  # fmt: skip
 
-    def _write(
+    def _encode_own(
         self, full: Tensor, message: Tensor, parts: list[Part], own: SendRows | None
     ) -> None:
         """Code own rows, or with a base their differences to `full`."""
@@ -110,7 +112,7 @@ class Quantized:
                 if values.device != full.device or values.dtype not in DTYPES:
                     break
                 place = address(message), address(values)
-                table.append(self._row(part, *place, values.dtype, other=base))
+                table.append(self._message_row(part, *place, values.dtype, other=base))
             else:
                 if self._fused.encode(table, full.device, full.dtype, has_base=has_base):
                     return
@@ -125,9 +127,9 @@ class Quantized:
                     values.to(target.device, torch.float32, copy=True).sub_(target), part
                 )
             else:
-                self._encode(values, part)
+                self._encode_rows(values, part)
 
-    def _encode(self, values: Tensor, part: Tensor) -> None:
+    def _encode_rows(self, values: Tensor, part: Tensor) -> None:
         """Code rows on their own device; the message alone crosses to another."""
         if values.device == part.device:
             self.codec.encode(values, part)
@@ -181,7 +183,7 @@ class Quantized:
                     values, rest = partials[part.region], self._rest(reduction, part, receiver)
                     places = address(sent, start), address(values, part.rows.start)
                     other = 0 if rest is None else address(rest)
-                    table.append(self._row(part, *places, values.dtype, other=other))
+                    table.append(self._message_row(part, *places, values.dtype, other=other))
             if self._fused.encode(table, sent.device, dtype, has_base=False):
                 return
         for receiver, (parts, message) in enumerate(
@@ -220,7 +222,7 @@ class Quantized:
         if not {p.dtype for p in partials} | targets <= set(DTYPES):
             return False
         table = [
-            self._row(
+            self._message_row(
                 part, address(received), address(partials[part.region], part.rows.start),
                 partials[part.region].dtype, other=address(out[part.region]),
                 is_fresh=int(reduction.fresh[part.region]),

@@ -369,10 +369,10 @@ def as_timeout(choice: object) -> timedelta | None:
 @cache
 def _leave_at_exit() -> None:
     """Destroy the process group when the interpreter exits, if nobody has by then."""
-    atexit.register(_leave)
+    atexit.register(_leave_world)
 
 
-def _leave() -> None:
+def _leave_world() -> None:
     # gloo's thread frees the last tensors a moment after their wait returned, and aborts if the
     # interpreter is shutting down by then
     time.sleep(0.05)

@@ -112,7 +112,7 @@ class RollCall:
         self._last: list[Answer | None] = []
         self._stacks = Stacks()
         self._quit = threading.Event()
-        thread = threading.Thread(target=self._run, daemon=True, name="onefold-roll-call")
+        thread = threading.Thread(target=self._answer_peers, daemon=True, name="onefold-roll-call")
         thread.start()
         # a thread inside the store must not meet an interpreter that shuts down
         finalize(owner, self._stop, thread)
@@ -219,7 +219,7 @@ class RollCall:
         if thread is not threading.current_thread():
             thread.join(2 * POLL_S)
 
-    def _run(self) -> None:
+    def _answer_peers(self) -> None:
         while not self._quit.wait(POLL_S):
             try:
                 self._turn()
@@ -235,7 +235,7 @@ class RollCall:
         if calls != self._calls:
             self._calls = calls
             self.gone = self.gone or self._read_gone() or None
-            answer = asdict(self._answer(is_stuck))
+            answer = asdict(self._answer_stuck(is_stuck))
             self._store.set(f"at/{self._rank}", json.dumps([self._turns, answer]))
         if is_stuck and self.verdict is None:
             verdict = self.read_verdict() or self._listen()
@@ -287,7 +287,7 @@ class RollCall:
         before, self._before = self._before, now
         return self._waiting is not None or (now is not None and now == before)
 
-    def _answer(self, stuck: bool) -> Answer:
+    def _answer_stuck(self, stuck: bool) -> Answer:
         waiting, issued = self._waiting, {lane.name: lane.issued for lane in self.lanes}
         if waiting is not None:
             return Answer(self._place(waiting), stuck, waiting.lane, waiting.number, issued)

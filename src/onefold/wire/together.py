@@ -153,11 +153,11 @@ def refusing() -> Iterator[None]:
         is_news = not is_agreed(error) and not isinstance(error, WireError)
         if is_news and (store := _store_of_world()):
             with suppress(RuntimeError):  # the store's host has ended
-                _refuse(store, Failure.of(error, dist.get_rank(), WireError))
+                _leave_failure(store, Failure.of(error, dist.get_rank(), WireError))
         raise
 
 
-def _refuse(store: Store, failure: Failure) -> None:
+def _leave_failure(store: Store, failure: Failure) -> None:
     """Leave a failure in the store; wait a moment until all know."""
     call = _call_of(store)
     store.set(f"{call}/{dist.get_rank()}", pickle.dumps(failure).hex())

@@ -186,10 +186,10 @@ class Composed:
         def begin() -> list[Waitable]:
             works: list[Waitable] = []
             for index in cut.large:
-                pieces = self._exchange(partials[index], cut.numels[index], works, received)
+                pieces = self._exchange_pieces(partials[index], cut.numels[index], works, received)
                 parts.append(pieces)
             if packed.numel():
-                small.extend(self._exchange(packed, cut.packed_numels, works, received))
+                small.extend(self._exchange_pieces(packed, cut.packed_numels, works, received))
             return works
 
         works = self.exchange.together(partials[0].device, begin)
@@ -217,7 +217,7 @@ class Composed:
     def rest(self) -> None:
         self.exchange.rest()
 
-    def _exchange(
+    def _exchange_pieces(
         self, sent: Tensor, numels: Sequence[int], works: list[Waitable], buffers: list[Tensor]
     ) -> list[Tensor]:
         """Send each rank its piece of `sent`; return every rank's piece for us, in rank order."""

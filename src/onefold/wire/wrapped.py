@@ -92,9 +92,9 @@ class _Transfer:
     def follow(self, works: Sequence[dist.Work]) -> None:
         self._num_left = len(works)
         for work in works:
-            work.get_future().add_done_callback(self._note)
+            work.get_future().add_done_callback(self._note_end)
 
-    def _note(self, _: object) -> None:
+    def _note_end(self, _: object) -> None:
         with self._counting:
             self._num_left -= 1
             is_last = self._num_left == 0

@@ -46,9 +46,9 @@ def from_deepspeed(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[s
     Example:
         >>> onefold.shard(model, optimizer, **onefold.from_deepspeed("ds_config.json"))
     """
-    settings = Settings(dict(_flat(_read(config), "")))
-    _refuse(settings)
-    stage = _stage(settings)
+    settings = Settings(dict(_flat(_read_config(config), "")))
+    _refuse_settings(settings)
+    stage = _stage_of_config(settings)
     wire = _wire(settings, stage)
     ranks = os.environ.get("WORLD_SIZE", "")
     is_one_host = ranks.isdecimal() and ranks == os.environ.get("LOCAL_WORLD_SIZE")
@@ -123,7 +123,7 @@ def _is_off(value: Any) -> bool:
     return value is None or value is False or value in ("auto", [], 0)
 
 
-def _read(config: object) -> dict[str, Any]:
+def _read_config(config: object) -> dict[str, Any]:
     """Return the configuration as a dict; `ConfigError` for anything else."""
     if isinstance(config, Mapping):
         return dict(config)
@@ -189,7 +189,7 @@ def _conflict(name: str, wanted: str, got: object, hint: str) -> NoReturn:
     raise ConfigError(f"{wanted} for {name!r}", got, hint=hint)
 
 
-def _refuse(settings: Settings) -> None:
+def _refuse_settings(settings: Settings) -> None:
     harmless = {"gradient_allreduce_op": "mean", "sequence_parallel_size": 1}
     for name, value in settings.values.items():
         is_off = _is_off(value) or value == harmless.get(name)
@@ -198,7 +198,7 @@ def _refuse(settings: Settings) -> None:
             raise ConfigError(wanted, repr(value), hint=KEYS[name].here)
 
 
-def _stage(settings: Settings) -> Any:
+def _stage_of_config(settings: Settings) -> Any:
     if settings.values.get(f"{_ZERO}.stage") == "auto":
         return "auto"
     stage = settings.get(f"{_ZERO}.stage", int, 0)

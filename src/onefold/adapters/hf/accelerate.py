@@ -91,7 +91,7 @@ def adopt(
         >>> loader = accelerator.prepare(loader)
     """
     warn_if_untested("accelerate")
-    _check(accelerator, model, optimizer)
+    _check_plain_loop(accelerator, model, optimizer)
     precision = shard_arguments.get("precision")
     _check_precision(accelerator, precision)
     shard(model, optimizer, **shard_arguments)
@@ -108,7 +108,7 @@ def adopt(
     return model, prepared[0] if prepared else None
 
 
-def _check(accelerator: Any, model: Any, optimizer: Any) -> None:
+def _check_plain_loop(accelerator: Any, model: Any, optimizer: Any) -> None:
     """Raise `ConfigError` for arguments that are not those of a plain loop before `prepare`."""
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
@@ -260,8 +260,8 @@ class AdoptedModels:
         )
         accelerator.get_state_dict = self.get_state_dict
         accelerator.prepare_optimizer = self.prepare_optimizer
-        saving = _LastHook(accelerator.register_save_state_pre_hook, self._save)
-        loading = _LastHook(accelerator.register_load_state_pre_hook, self._load)
+        saving = _LastHook(accelerator.register_save_state_pre_hook, self._save_models)
+        loading = _LastHook(accelerator.register_load_state_pre_hook, self._load_models)
         accelerator.register_save_state_pre_hook = saving.register
         accelerator.register_load_state_pre_hook = loading.register
 
@@ -302,7 +302,7 @@ class AdoptedModels:
             if model is not None:
                 yield model, states, Path(directory) / _FOLDER / str(number)
 
-    def _save(self, models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
+    def _save_models(self, models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
         """Save every adopted model. A collective."""
         for model, states, folder in self._alive(output_dir):
             if model not in models:
@@ -318,7 +318,7 @@ class AdoptedModels:
             pairs = zip(weights, models, strict=True)
             weights[:] = [state for state, model in pairs if not is_sharded(model)]
 
-    def _load(self, models: list[nn.Module], input_dir: str) -> None:
+    def _load_models(self, models: list[nn.Module], input_dir: str) -> None:
         """Load every adopted model, and leave the others to Accelerate. A collective."""
         for model, states, folder in self._alive(input_dir):
             saves = agreement.first(engine_of(model).group, partial(_saves, folder))

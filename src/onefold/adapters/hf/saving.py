@@ -249,7 +249,7 @@ class WholeWeights:
         first(engine.group, lambda: shutil.rmtree(self._folder, ignore_errors=True))
         model = ShardedModel(engine, module, names=names)
         write_pretrained(model, self._folder, MAX_SHARD_NBYTES)
-        first(engine.group, lambda: self._map(module))
+        first(engine.group, lambda: self._map_files(module))
         self._edits = _edits(engine)
 
     def drop(self) -> None:
@@ -292,7 +292,7 @@ class WholeWeights:
             raise StateError(wanted, got, where=f"rank {group.rank}", hint=hint) from error
         return together(group, lambda: save() if group.rank == 0 else None)
 
-    def _map(self, module: nn.Module) -> None:
+    def _map_files(self, module: nn.Module) -> None:
         tensors: dict[str, Tensor] = {}
         with ExitStack() as files:
             for path in sorted(self._folder.glob("*.safetensors")):

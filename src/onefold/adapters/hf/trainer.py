@@ -246,7 +246,7 @@ def _check_choices(model: nn.Module, choices: dict[str, Any]) -> None:
     """Raise `ConfigError` if a model was sharded with other choices, by a callback or a script."""
     known = model.__dict__.get(CHOICES)
     if known is not None:
-        got, is_same = _described(known), known == choices
+        got, is_same = _described_choices(known), known == choices
     else:
         recipe = engine_of(model).recipe
         got = f"stage {recipe.stage.number}, {recipe.precision}, {recipe.offload}"
@@ -258,10 +258,10 @@ def _check_choices(model: nn.Module, choices: dict[str, Any]) -> None:
     if not is_same:
         hint = "choose the same, or pass a model that is not sharded yet"
         wanted = f"the choices with which the model was sharded, {got}"
-        raise ConfigError(wanted, _described(choices), hint=hint)
+        raise ConfigError(wanted, _described_choices(choices), hint=hint)
 
 
-def _described(choices: dict[str, Any]) -> str:
+def _described_choices(choices: dict[str, Any]) -> str:
     set_ones = {name: choice for name, choice in choices.items() if choice is not None}
     return ", ".join(f"{name}={choice!r}" for name, choice in set_ones.items())
 
@@ -305,14 +305,14 @@ class TrainerMixin(_Base):
         if not isinstance(callback, Callback):
             callback = Callback()
             optimizer: Any = self.optimizer
-            callback.prepare(self._module, self.args, optimizer)
+            callback.prepare(self._own_model, self.args, optimizer)
         Numbers.lead(self.callback_handler)
         self.add_callback(callback)  # the last one: it joins the flags that others set
         callback._saves_by_event = False
         self._onefold = callback
 
     @property
-    def _module(self) -> nn.Module:
+    def _own_model(self) -> nn.Module:
         model: Any = self.model
         return model
 
@@ -329,16 +329,16 @@ class TrainerMixin(_Base):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save as `from_pretrained` reads it. A collective."""
         save = super().save_model
-        self._onefold.whole(self._module, self.args).take()
-        together(engine_of(self._module).group, lambda: save(output_dir, _internal_call))
+        self._onefold.whole(self._own_model, self.args).take()
+        together(engine_of(self._own_model).group, lambda: save(output_dir, _internal_call))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         run, save = self._onefold.run, super()._save_optimizer_and_scheduler
         close = run is None
         if run is None:  # outside of train()
-            run = RunState(self._module, self.optimizer)
+            run = RunState(self._own_model, self.optimizer)
         run.stage(Path(output_dir).parent, self.state.global_step)
-        together(engine_of(self._module).group, lambda: save(output_dir))
+        together(engine_of(self._own_model).group, lambda: save(output_dir))
         run.publish(Path(output_dir))
         if close:
             run.close()
@@ -351,22 +351,22 @@ class TrainerMixin(_Base):
         """See `Trainer.train`. True resumes from the newest checkpoint that is complete."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = newest(Path(str(self.args.output_dir))) or True
-        with events.name_lost_ranks(engine_of(self._module)):
+        with events.name_lost_ranks(engine_of(self._own_model)):
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
         has_state = (Path(resume_from_checkpoint) / FOLDER).is_dir()
-        if not has_state or is_peft(self._module) or not is_sharded(self._module):
+        if not has_state or is_peft(self._own_model) or not is_sharded(self._own_model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
         # read once more with the optimizer, when that exists; here for what comes before
-        load(Path(resume_from_checkpoint) / FOLDER, self._module)
+        load(Path(resume_from_checkpoint) / FOLDER, self._own_model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        run = RunState(self._module, self.optimizer)
+        run = RunState(self._own_model, self.optimizer)
         mark = run.take_mark()
         if mark is not None and checkpoint is not None:
             run.resume(mark, iter([Path(checkpoint) / FOLDER]))
@@ -374,7 +374,7 @@ class TrainerMixin(_Base):
 
     def _load_best_model(self) -> None:
         best = Path(str(self.state.best_model_checkpoint)) / FOLDER
-        if best.is_dir() and not is_peft(self._module):
-            load(best, self._module)
+        if best.is_dir() and not is_peft(self._own_model):
+            load(best, self._own_model)
         else:
             super()._load_best_model()

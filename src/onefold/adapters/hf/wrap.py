@@ -237,7 +237,7 @@ class ShardedBackend:
             if len(params) > 1 and model is not None:
                 shown.enter_context(unsharded(model))
             elif params and isinstance(params[0], ShardedParameter):
-                shown.enter_context(_gathered(params[0], _device(model)))
+                shown.enter_context(_gathered_data(params[0], _device(model)))
             yield
 
     @contextmanager
@@ -264,7 +264,7 @@ class _GatheredParameter(ShardedParameter):
 
 
 @contextmanager
-def _gathered(parameter: Any, device: torch.device) -> Iterator[None]:
+def _gathered_data(parameter: Any, device: torch.device) -> Iterator[None]:
     """Let `parameter.data` be the unsharded value, on `device`. A collective."""
     kind = parameter.__class__
     parameter._onefold_full = parameter.detach().to(device).full_tensor()

@@ -59,7 +59,7 @@ def write(
 
     first(group, prepare)
     save(draft, module, list(optimizers) or None, extra=extra)
-    first(group, lambda: _replace(path, draft))
+    first(group, lambda: _replace_folder(path, draft))
 
 
 def read(
@@ -134,7 +134,7 @@ def _beside(path: Path, role: str) -> Path:
     return path.with_name(f".{path.name}.{role}")
 
 
-def _replace(path: Path, draft: Path) -> None:
+def _replace_folder(path: Path, draft: Path) -> None:
     old = _beside(path, "old")
     _remove(old)
     if os.path.lexists(path):

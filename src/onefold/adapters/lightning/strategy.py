@@ -80,7 +80,7 @@ class FabricStrategy(DDPStrategy):
         if storage_options is not None or filter is not None:
             got = "storage_options" if storage_options is not None else "filter"
             raise CheckpointError("neither storage_options nor filter", got, hint="leave it out")
-        module, optimizers, others = _parts(state)
+        module, optimizers, others = _split_state(state)
         rest = {k: v.state_dict() if isinstance(v, _Stateful) else v for k, v in others.items()}
         checkpoints.write(Path(self.broadcast(path)), module, optimizers, rest)
 
@@ -96,7 +96,7 @@ class FabricStrategy(DDPStrategy):
         if path.is_file():
             return super().load_checkpoint(path, state, strict, weights_only)
         named = {"module": state} if isinstance(state, nn.Module) else state or {}
-        module, optimizers, others = _parts(named)
+        module, optimizers, others = _split_state(named)
         rest = checkpoints.read(path, module, optimizers, weights_only=weights_only)
         if isinstance(state, nn.Module):
             return {}
@@ -119,7 +119,7 @@ class AccumulationControl(_BackwardSyncControl):
         return accumulate(module) if enabled else nullcontext()
 
 
-def _parts(state: dict[str, Any]) -> tuple[nn.Module, list[Optimizer], dict[str, Any]]:
+def _split_state(state: dict[str, Any]) -> tuple[nn.Module, list[Optimizer], dict[str, Any]]:
     """Split a state into the sharded module, its optimizers, and the others."""
     modules = [v for v in state.values() if isinstance(v, nn.Module) and is_sharded(v)]
     if len(modules) != 1:

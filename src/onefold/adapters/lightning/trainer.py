@@ -86,7 +86,7 @@ class Sharding:
 
         `strategy` knows devices and nodes, `plugin` is its precision.
         """
-        _check_ranks()
+        _check_launcher()
         precision = self.precision_with(plugin)
         if not is_sharded(module):
             # where `shard` would not see Lightning's choice of device and nodes
@@ -109,7 +109,7 @@ class Sharding:
             bind(optimizer, engine)
 
 
-def _check_ranks() -> None:
+def _check_launcher() -> None:
     """Raise `ConfigError` if Lightning has missed that a launcher started several ranks."""
     ranks, launched = dist.get_world_size(), launcher.world_size()
     if "RANK" in os.environ and ranks < launched:  # Lightning's own launcher sets no RANK

@@ -146,7 +146,7 @@ def whole(flag: str, text: str, *, least: int) -> int:
     except ValueError:
         number = least - 1
     if number < least:
-        raise _refused(flag, f"a whole number of at least {least}", text)
+        raise _refused_number(flag, f"a whole number of at least {least}", text)
     return number
 
 
@@ -162,7 +162,7 @@ def real(flag: str, text: str, *, above: float = -inf, least: float = -inf) -> f
         number = inf
     if not isfinite(number) or number <= above or number < least:
         bound = f"above {above:g}" if above > -inf else f"of at least {least:g}"
-        raise _refused(flag, f"a number {bound}", text)
+        raise _refused_number(flag, f"a number {bound}", text)
     return number
 
 
@@ -170,7 +170,7 @@ def share(flag: str, text: str) -> float:
     """Parse a number from 0 to 1."""
     number = real(flag, text, least=0)
     if number > 1:
-        raise _refused(flag, "a number from 0 to 1", text)
+        raise _refused_number(flag, "a number from 0 to 1", text)
     return number
 
 
@@ -201,5 +201,5 @@ def word_or_number(_: str, text: str) -> Any:
     return int(text) if text.isdecimal() else text
 
 
-def _refused(flag: str, meaning: str, text: str) -> ConfigError:
+def _refused_number(flag: str, meaning: str, text: str) -> ConfigError:
     return ConfigError(f"{flag} to be {meaning}", repr(text), hint=f"pass {flag} NUMBER")

@@ -67,7 +67,7 @@ def verdict_lines(verdict: Verdict) -> Iterator[str]:
         f"{verdict.world_size} ranks against one process, relative"
     )
     heads = ("", "loss is off by", "weights by", "against stage 0", "")
-    yield from columns([heads, *map(_cells, verdict.stages)], "<>>><")
+    yield from columns([heads, *map(_stage_cells, verdict.stages)], "<>>><")
     stages: dict[str, list[str]] = {}
     for stage in verdict.stages:
         for fault in _faults(stage):
@@ -80,7 +80,7 @@ def verdict_lines(verdict: Verdict) -> Iterator[str]:
         yield f"hint: {verdict.hint}"
 
 
-def _cells(stage: StageVerdict) -> tuple[str, ...]:
+def _stage_cells(stage: StageVerdict) -> tuple[str, ...]:
     weights = f"{stage.weights.relative:.1e}" if stage.weights else "same"
     bits = "same" if stage.bits is None and stage.same_losses else "DIFFER"
     verdict = "ok" if stage.passes else "FAILS"

@@ -159,7 +159,7 @@ def memory_table(result: TrainResult) -> list[str]:
     for kind in KINDS:
         nbytes, expected = [rank.held(kind) for rank in memory], compared(memory, kind)
         if any(nbytes) or expected != "equal":
-            rows.append((_named(kind, memory[0]), nbytes, expected, stage0[kind]))
+            rows.append((_kind_in_tiers(kind, memory[0]), nbytes, expected, stage0[kind]))
     sums, whole = [sum(map(rank.held, KINDS)) for rank in memory], sum(stage0.values())
     rows.append(("together, after a step", sums, "", whole))
     peaks = [rank.total_peak for rank in memory]
@@ -182,7 +182,7 @@ def _text_lines(text: str) -> list[str]:
     return [line[start : start + WIDTH] for start in range(0, len(line), WIDTH)]
 
 
-def _named(kind: str, memory: MeasuredMemory) -> str:
+def _kind_in_tiers(kind: str, memory: MeasuredMemory) -> str:
     """Return the kind, and its tiers if it is not on the device."""
     tiers = memory.tiers.get(kind, [])
     return kind if tiers in ([], ["device"]) else f"{kind} on {' and '.join(tiers)}"

@@ -117,7 +117,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Launch the ranks, or be one."""
     job = job_of(arguments)
     if is_rank():
-        return _run_rank(arguments, job)
+        return _finetune_rank(arguments, job)
     from onefold.app.finetune.tuning import preflight
 
     preflight(job)
@@ -144,7 +144,7 @@ def _quieten() -> None:
     disable_progress_bar()
 
 
-def _run_rank(arguments: argparse.Namespace, job: FinetuneJob) -> int:
+def _finetune_rank(arguments: argparse.Namespace, job: FinetuneJob) -> int:
     world_size_of(arguments.ranks)
     end_with_launcher()
     import signal

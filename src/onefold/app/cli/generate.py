@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Generate in this process, or launch the ranks, or be one."""
     job = GenerateJob(**{field.name: vars(arguments)[field.name] for field in fields(GenerateJob)})
     if is_rank():
-        return _run_rank(job, arguments)
+        return _generate_rank(job, arguments)
     if job.prompt == "-":
         job = replace(job, prompt=sys.stdin.read())
     from onefold.app.generate.run import preflight
@@ -124,7 +124,7 @@ def _handed_over(job: GenerateJob, weights: Path | None) -> Iterator[None]:
             del os.environ[HANDED_OVER]
 
 
-def _run_rank(job: GenerateJob, arguments: argparse.Namespace) -> int:
+def _generate_rank(job: GenerateJob, arguments: argparse.Namespace) -> int:
     world_size_of(arguments.ranks)
     end_with_launcher()
     from onefold.wire.world import joined

@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _run_rank(argv)
     before = signal.signal(signal.SIGINT, lambda *_: _end_interrupted(argv))
     try:
-        return _run(argv)
+        return _run_command(argv)
     except KeyboardInterrupt:  # after the launcher has ended its ranks
         _end_interrupted(argv)
     finally:
@@ -53,7 +53,7 @@ def _run_rank(argv: list[str]) -> NoReturn:
     # an interrupt ends a rank at once: the launcher prints the message
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # gloo's threads may still free tensors, which aborts an interpreter that is shutting down
-    _exit_now(_run(argv))
+    _exit_now(_run_command(argv))
 
 
 def _exit_now(code: int) -> NoReturn:
@@ -71,7 +71,7 @@ def _end_interrupted(argv: list[str]) -> NoReturn:
     _exit_now(INTERRUPTED)
 
 
-def _run(argv: list[str]) -> int:
+def _run_command(argv: list[str]) -> int:
     """Run a command until its output is written; return the exit code."""
     from onefold.app.cli.launch import record_failure
 
@@ -83,7 +83,7 @@ def _run(argv: list[str]) -> int:
         code = UNREAD
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the rest of the output
     except Exception as error:
-        return _failed(_prog(argv), error)
+        return _print_failure(_prog(argv), error)
     if code:
         record_failure(None, code)
     return code
@@ -127,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _failed(prog: str, error: Exception) -> int:
+def _print_failure(prog: str, error: Exception) -> int:
     """Print an error; return the exit code."""
     from traceback import print_exception
 

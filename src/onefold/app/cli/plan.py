@@ -134,7 +134,7 @@ def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     return 0 if result.fits else 2
 
 
-def _refuse(
+def _refuse_other_flags(
     arguments: argparse.Namespace, others: Sequence[str], wanted: str, got: str, hint: str
 ) -> None:
     """Refuse the first of other flags that is set."""
@@ -151,7 +151,7 @@ def _kinds(arguments: argparse.Namespace) -> tuple[Cluster, ...]:
         return ()
     hint = "leave {} out: nodes and memory are those of the machines"
     others = ("gpus", "ranks", "mem", "nodes")
-    _refuse(arguments, others, "--cluster with counts alone", "{} too", hint)
+    _refuse_other_flags(arguments, others, "--cluster with counts alone", "{} too", hint)
     return parsed(arguments.cluster, host_memory=arguments.host_mem, disk=arguments.disk)
 
 
@@ -165,7 +165,9 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
     gpus, ranks = arguments.gpus, arguments.ranks
     if ranks:
         hint = "leave one of the two out: --ranks plans for processes on the CPU"
-        _refuse(arguments, ("gpus", "cluster"), "--ranks alone", "--gpu or --gpus, too", hint)
+        _refuse_other_flags(
+            arguments, ("gpus", "cluster"), "--ranks alone", "--gpu or --gpus, too", hint
+        )
     machine = None if arguments.cluster is None else machine_of(arguments.cluster)
     has_gpus = accelerator.kind() is not None
     has_machine = gpus is not None or machine is not None

@@ -121,7 +121,7 @@ def inspect_facts(contents: Inspection) -> dict[str, Any]:
         "verified": contents.is_verified,
         "passed_over": contents.found.passed_over,
         "files": contents.files,
-        "extra": _plain(contents.extra),
+        "extra": _as_json(contents.extra),
         "others": contents.other_names,
         "tensors": [{name: getattr(row, name) for name in members} for row in contents.rows],
     }
@@ -156,18 +156,18 @@ def _shown(value: Any, depth: int = 0) -> str:
     if isinstance(value, dict) and depth < MAX_DEPTH:
         inside = ", ".join(f"{key}={_shown(part, depth + 1)}" for key, part in value.items())
         return inside if depth == 0 else f"{{{inside}}}"
-    plain = _plain(value)
+    plain = _as_json(value)
     if isinstance(value, dict | list | tuple):
         return f"{type(value).__name__} of {len(value)}"
     return repr(plain) if plain is value else plain
 
 
-def _plain(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     """Return a value for JSON: tensors as text, by dtype and shape."""
     if isinstance(value, dict):
-        return {str(key): _plain(part) for key, part in value.items()}
+        return {str(key): _as_json(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
+        return [_as_json(part) for part in value]
     if value is None or isinstance(value, bool | int | float | str):
         return finite(value)
     shape = getattr(value, "shape", None)
@@ -255,7 +255,7 @@ def run_report(arguments: argparse.Namespace, _: Sequence[str]) -> int:
 
     report = read(arguments.directory)
     if arguments.second is not None:
-        return _compare(arguments, report, read(arguments.second))
+        return _compare_runs(arguments, report, read(arguments.second))
     page = str(draw(Path(arguments.directory), report))
     data, first = report.as_json(), report.views[0]
     facts = {
@@ -271,7 +271,7 @@ def run_report(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     return 0
 
 
-def _compare(arguments: argparse.Namespace, first: RunReport, second: RunReport) -> int:
+def _compare_runs(arguments: argparse.Namespace, first: RunReport, second: RunReport) -> int:
     """Print two runs next to each other, and draw the page of both."""
     from onefold.recording.page import draw
     from onefold.recording.page_data import compared_rows

@@ -100,7 +100,7 @@ def add_to(commands: SubParsers) -> None:
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Launch the ranks, or be one."""
     if is_rank():
-        return _run_rank(arguments, job_of(arguments, world_size_of(arguments.ranks)))
+        return _train_rank(arguments, job_of(arguments, world_size_of(arguments.ranks)))
     from onefold.app.train.loop import preflight
 
     ranks = arguments.ranks or max(default_ranks(), job_of(arguments, 1).model_ranks)
@@ -118,7 +118,7 @@ def job_of(arguments: argparse.Namespace, world_size: int) -> Job:
     return Job(**chosen, rows=arguments.batch * num_data * arguments.accumulate)
 
 
-def _run_rank(arguments: argparse.Namespace, job: Job) -> int:
+def _train_rank(arguments: argparse.Namespace, job: Job) -> int:
     end_with_launcher()
     from onefold.app.cli.console import display, result_lines
     from onefold.app.train.checkpoints import Interrupted

@@ -84,7 +84,7 @@ def open_rows(path: Path) -> RowFile:
                 where = f"line {number:,d} of {str(path)!r}"
                 row = _parsed(line, where)
                 found = _kind_of(row, where)
-                chats = _check(row, found, where)
+                chats = _check_row(row, found, where)
                 if kind and (found, chats) != (kind, is_chat):
                     wanted = (
                         f"{where} to be of the kind of the rows before, {_words(kind, is_chat)}"
@@ -133,7 +133,7 @@ def _kind_of(row: Row, where: str) -> str:
     raise ConfigError(wanted, ", ".join(map(repr, row)) or "no column", hint=hint)
 
 
-def _check(row: Row, kind: str, where: str) -> bool:
+def _check_row(row: Row, kind: str, where: str) -> bool:
     """Raise `ConfigError` for a row without text; return whether it holds messages."""
     chats: set[bool] = set()
     for column in KINDS[kind]:

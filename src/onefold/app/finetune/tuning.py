@@ -176,7 +176,7 @@ class _Run:
             trainer, progress = self._trainer(train, held_out, requests)
             measured = [self._held_out(trainer)] if held_out else []
             prompt = self._prompt(held_out)
-            self._write(prompt)
+            self._write_answer(prompt)
             begun = time.monotonic()
             trainer.train(resume_from_checkpoint=_newest(job) if job.resume else None)
             seconds = time.monotonic() - begun
@@ -184,7 +184,7 @@ class _Run:
         if progress.stopped_by:
             return self._result(trainer, progress, seconds, None, None, [])
         measured += [self._held_out(trainer)] if held_out else []
-        self._write(prompt)
+        self._write_answer(prompt)
         saved = self._save(trainer)
         answer = TunedAnswer(self._shown(prompt), *self.answers) if prompt is not None else None
         both = (measured[0], measured[1]) if measured else None
@@ -279,7 +279,7 @@ class _Run:
             messages[: max(1, last)], tokenize=False, add_generation_prompt=True
         )
 
-    def _write(self, row: Row | None) -> None:
+    def _write_answer(self, row: Row | None) -> None:
         """Let the model continue the prompt; every rank writes the same text."""
         if row is None:
             return

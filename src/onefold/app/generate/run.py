@@ -74,7 +74,7 @@ class PassMeter:
         self.number = 0
         self.first_s = 0.0  # when the first pass was over
         self.begun_s = time.perf_counter()
-        self._from = (0, self.begun_s, self._read())
+        self._from = (0, self.begun_s, self._nbytes_read())
         module.register_forward_hook(lambda *_: self._passed())
 
     def _passed(self) -> None:
@@ -82,11 +82,11 @@ class PassMeter:
         if self.number == 1:
             self.first_s = time.perf_counter()
         if self.number == WARM_PASSES:
-            self._from = (self.number, time.perf_counter(), self._read())
+            self._from = (self.number, time.perf_counter(), self._nbytes_read())
 
     def passes(self) -> Passes:
         """Return the means, once the last pass is over."""
-        now, read = time.perf_counter(), self._read()
+        now, read = time.perf_counter(), self._nbytes_read()
         first, begun, before = self._from
         if first == self.number:  # no pass since
             first, begun, before = 0, self.begun_s, 0
@@ -95,7 +95,7 @@ class PassMeter:
             self.number, (now - begun) / number, round((read - before) / number), first > 0
         )
 
-    def _read(self) -> int:
+    def _nbytes_read(self) -> int:
         """Bytes read so far, those of the next pass that are under way included."""
         for unit in self._engine.units:
             unit.await_reads()

@@ -146,14 +146,14 @@ def measure_copies(seconds: float) -> Measured:
     if kind is None:
         return {}
     device = torch.device(kind)
-    return _rows(in_rounds([rates.crossing(device, way) for way in rates.WAYS], seconds))
+    return _rate_rows(in_rounds([rates.crossing(device, way) for way in rates.WAYS], seconds))
 
 
 def _result(target: str, found: Mapping[str, Rate]) -> Measured:
-    return {"target": target, "rates": _rows(found), "notes": [], "versions": versions()}
+    return {"target": target, "rates": _rate_rows(found), "notes": [], "versions": versions()}
 
 
-def _rows(found: Mapping[str, Rate]) -> Measured:
+def _rate_rows(found: Mapping[str, Rate]) -> Measured:
     """Return rates as plain values, with parameters a second and the share of a ceiling."""
     rows: Measured = {}
     for name, rate in found.items():

@@ -75,7 +75,7 @@ def describe() -> HostReport:
         memory_free=free,
         disk_folder=folder,
         disk_free=disk_free,
-        rates=_measured(folder, disk_free),
+        rates=_measured_rates(folder, disk_free),
         backends={
             "gloo": dist.is_available() and dist.is_gloo_available(),
             "nccl": dist.is_available() and dist.is_nccl_available(),
@@ -90,7 +90,7 @@ def _gpu(index: int) -> str:
     return f"{name}, {format_bytes(nbytes)}"
 
 
-def _measured(folder: str, disk_free: int) -> dict[str, Rate]:
+def _measured_rates(folder: str, disk_free: int) -> dict[str, Rate]:
     rows = [rates.copy(torch.device("cpu")), rates.launch(), rates.call()]
     if disk_free > 2 * (rates.DISK_NBYTES + rates.DURABLE_NBYTES):
         file = SwapFile(Path(folder), 0)

@@ -101,7 +101,7 @@ class Checkpoints:
         if self._world.rank == 0:
             _set_aside(Path(job.checkpoint), newer_than=extra["step"])
         skipped = "; ".join(str(warning.message).splitlines()[0] for warning in caught)
-        return Resumed(extra["step"], skipped or f"loaded {_name(extra['step'])}")
+        return Resumed(extra["step"], skipped or f"loaded {_step_name(extra['step'])}")
 
     def after(self, step: int, requests: StopRequests) -> None:
         """Save if a checkpoint is due after `step` steps, or if a signal asked any rank to stop.
@@ -116,16 +116,16 @@ class Checkpoints:
         if (is_due or number) and self._saved != step:
             self._save(step)
         if number and step < job.steps:
-            raise Interrupted(step, Path(job.checkpoint) / _name(step), number)
+            raise Interrupted(step, Path(job.checkpoint) / _step_name(step), number)
 
     def _save(self, step: int) -> None:
-        path = Path(self._job.checkpoint or "") / _name(step)
+        path = Path(self._job.checkpoint or "") / _step_name(step)
         extra = {"step": step, **self._stateful}
         onefold.save(path, self._module, self._optimizer, extra=extra, keep=self._job.keep)
         self._saved = step
 
 
-def _name(step: int) -> str:
+def _step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 

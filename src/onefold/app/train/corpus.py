@@ -57,7 +57,7 @@ class Split:
             span = self.spans[index]
             begins = self.ends[index] - (span.stop - span.start)
             wanted = min(count, self.ends[index] - offset)
-            parts.append(_read(span, offset - begins, wanted))
+            parts.append(_read_span(span, offset - begins, wanted))
             offset, count, index = offset + wanted, count - wanted, index + 1
         return b"".join(parts)
 
@@ -89,7 +89,7 @@ def open_corpus(folder: str | None, seq: int) -> Corpus:
         got = f"no text in {str(root)!r}" if root.is_dir() else f"no folder {str(root)!r}"
         hint = "pass a folder of text or source files with --data"
         raise ConfigError("a data folder with text files", got, hint=hint)
-    train, held_out = _split(root, spans)
+    train, held_out = _split_spans(root, spans)
     smallest = min(train.nbytes, held_out.nbytes)
     if smallest <= seq:
         wanted = f"more than {seq} bytes of text to train on and to hold out, for one row each"
@@ -165,7 +165,7 @@ def _text_span(path: Path) -> CorpusSpan | None:
     return CorpusSpan(path, 0, nbytes) if head and b"\0" not in head else None
 
 
-def _split(root: Path, spans: list[CorpusSpan]) -> tuple[Split, Split]:
+def _split_spans(root: Path, spans: list[CorpusSpan]) -> tuple[Split, Split]:
     """Split spans into training and held out, by the hash of each name relative to `root`."""
     if len(spans) == 1:
         path, nbytes = spans[0].path, spans[0].stop
@@ -186,7 +186,7 @@ def _draw(name: Path) -> float:
     return int.from_bytes(sha256(name.as_posix().encode()).digest()[:8], "big") / 2**64
 
 
-def _read(span: CorpusSpan, offset: int, count: int) -> bytes:
+def _read_span(span: CorpusSpan, offset: int, count: int) -> bytes:
     with span.path.open("rb") as file:
         file.seek(span.start + offset)
         got = file.read(count)

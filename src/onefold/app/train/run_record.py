@@ -18,7 +18,7 @@ from onefold.app.train.job import Job
 from onefold.app.train.memory_table import MeasuredMemory
 from onefold.config import precision_of
 from onefold.engine.registry import engine_of
-from onefold.planner.byte_hands import ACTIVATION, LOGITS, Moment
+from onefold.planner.byte_executor import ACTIVATION, LOGITS, Moment
 from onefold.planner.memory import Forecast, forecast
 from onefold.planner.storages import Untraceable
 from onefold.planner.trace import Trace, tokens_of, trace
@@ -100,7 +100,7 @@ def predict(job: Job, recipe: Recipe, seen: Trace | None, report: Report) -> Pre
     ledger = max(sum(m.nbytes_by_kind.values()) - m.nbytes_by_kind.get(TORCH, 0) for m in moments)
     return PredictedRun(
         predicted.memory_nbytes, ledger, predicted.peak.phase, predicted.peak.unit, by_kind,
-        _verdict(predicted, by_kind, report), _timeline(moments) if job.report else (),
+        _peak_verdict(predicted, by_kind, report), _timeline(moments) if job.report else (),
     )  # fmt: skip
 
 
@@ -114,7 +114,7 @@ def _by_kind(moment: Moment) -> dict[str, int]:
     return totals
 
 
-def _verdict(predicted: Forecast, by_kind: dict[str, int], report: Report) -> str:
+def _peak_verdict(predicted: Forecast, by_kind: dict[str, int], report: Report) -> str:
     where = f"in {predicted.peak.phase}" + (
         f" of {predicted.peak.unit}" if predicted.peak.unit else ""
     )
@@ -142,7 +142,7 @@ def _timeline(moments: Sequence[PlannedMoment]) -> tuple[PlannedMoment, ...]:
     )
 
 
-# the course of a run
+# what happened in a run
 
 
 @dataclass(frozen=True, slots=True)

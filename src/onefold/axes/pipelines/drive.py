@@ -99,7 +99,7 @@ def pipeline(schedule: Schedule, *, window: Window = None, tied: Tied = None) ->
     if tied is None:
         check_undeclared(engines, group)
     windows = windows_of(list(engines.values()), window)
-    axis = _joined(stages, engines, group)
+    axis = _joined_ranks(stages, engines, group)
     group = axis.group
     run = StepsOfRank(group, ties_of(engines, group, tied), len(stages))
     drivers = {
@@ -120,7 +120,7 @@ def pipeline(schedule: Schedule, *, window: Window = None, tied: Tied = None) ->
     return schedule
 
 
-def _joined(stages: Sequence[Any], engines: Mapping[int, Engine], group: Group) -> Pipeline:
+def _joined_ranks(stages: Sequence[Any], engines: Mapping[int, Engine], group: Group) -> Pipeline:
     """Connect the ranks of the axis, so that a wait says where every rank is. A collective."""
     peers = next((peers for e in engines.values() if (peers := e.group.peers)), None)
     timeout = None if peers is None else peers.timeout

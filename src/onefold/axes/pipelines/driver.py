@@ -71,7 +71,7 @@ class StageDriver:
     def gather(self) -> None:
         """Begin to gather the window, in the order of use."""
         engine = self.engine
-        engine.hands.do(engine.schedule.gather(sorted(self.window)))
+        engine.executor.do(engine.schedule.gather(sorted(self.window)))
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -92,7 +92,7 @@ class StageDriver:
         engine, schedule = self.engine, self.engine.schedule
         engine.drive(self._drives.split)
         for index in range(len(engine.units)):
-            engine.hands.do(schedule.show(index, is_recorded=False))
+            engine.executor.do(schedule.show(index, is_recorded=False))
         try:
             yield
         finally:
@@ -102,7 +102,7 @@ class StageDriver:
                         if parameter.unsharded.grad is not None:
                             unit.gradient.note_fired(parameter)
                     unit.gradient.rest_partial()
-            engine.hands.do(schedule.hide())
+            engine.executor.do(schedule.hide())
             engine.drive(self._drives.step)
 
     def end(self, *, reduces: bool) -> bool:
@@ -120,7 +120,7 @@ class StageDriver:
 
     def finish(self) -> None:
         """Wait for the reductions."""
-        self.engine.hands.do(self.engine.schedule.finish())
+        self.engine.executor.do(self.engine.schedule.finish())
 
 
 class StepsOfRank:
@@ -154,7 +154,7 @@ class StepsOfRank:
             tie.sum(self._group)
         for stage, _, waits in self._ended:
             if waits:
-                stage.engine.hands.hooks.run(stage.engine.units)
+                stage.engine.executor.hooks.run(stage.engine.units)
         self._ended.clear()
 
 
@@ -234,7 +234,7 @@ class Tie:
 
     def sum(self, group: Group) -> None:
         """Add the gradients of all copies, in the order of ranks. A collective of `group`."""
-        rows = [_rows(copy) for copy in self.copies]
+        rows = [_grad_rows(copy) for copy in self.copies]
         mine = torch.stack(rows).sum(0) if len(rows) > 1 else rows[0] if rows else torch.empty(0)
         total = sum_over(group, self.ranks, mine) if len(self.ranks) > 1 else mine
         for copy in self.copies:
@@ -275,13 +275,13 @@ def ties_of(engines: dict[int, Engine], group: Group, tied: Tied) -> list[Tie]:
             for parameter in engine.by_sharded.values()
             if parameter.fqn in names
         }
-        of_ranks = group.gather({stage: _described(copy) for stage, copy in mine.items()})
+        of_ranks = group.gather({stage: _described_tie(copy) for stage, copy in mine.items()})
         by_stage = {
             stage: (rank, fact)
             for rank, stages in enumerate(of_ranks)
             for stage, fact in stages.items()
         }
-        _check(names, {stage: facts for stage, (_, facts) in by_stage.items()})
+        _check_ties(names, {stage: facts for stage, (_, facts) in by_stage.items()})
         ranks = sorted({rank for rank, _ in by_stage.values()})
         copies = [mine[stage] for stage in sorted(mine)]
         is_first = min(by_stage) in mine
@@ -307,12 +307,12 @@ def _share_values(tie: Tie, group: Group, first: int) -> None:
             copy.local.copy_(values.view_as(copy.local))
 
 
-def _rows(copy: UnitParameter) -> Tensor:
+def _grad_rows(copy: UnitParameter) -> Tensor:
     own = copy.own_grad()
     return torch.zeros_like(copy.local).flatten() if own is None else own.detach().flatten()
 
 
-def _described(parameter: UnitParameter) -> str:
+def _described_tie(parameter: UnitParameter) -> str:
     rank = parameter.spec.context.rest_rank
     offsets, sizes = parameter.slot.cut.box(rank)
     dtype = parameter.local.dtype
@@ -321,7 +321,7 @@ def _described(parameter: UnitParameter) -> str:
     )
 
 
-def _check(names: Sequence[str], facts: dict[int, str]) -> None:
+def _check_ties(names: Sequence[str], facts: dict[int, str]) -> None:
     wanted = f"tied parameter {' or '.join(map(repr, names))}"
     hint = 'tied=[("embed.weight", "head.weight")]: the names that the stage modules give it'
     if len(facts) < 2:

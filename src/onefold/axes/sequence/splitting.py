@@ -99,7 +99,7 @@ def split_sequence(
         wanted = "the axis of the sequence, a mesh of one axis"
         raise ConfigError(wanted, f"shape {tuple(mesh.shape)}", hint='mesh["cp"]')
     group = meshes.resolve(mesh).everyone
-    _check(module, group)
+    _check_can_split(module, group)
     return SequenceSplit(module, group, _calls_of(module, group, positions, inputs))
 
 
@@ -113,7 +113,7 @@ def _calls_of(module: nn.Module, group: Group, positions: str | None, inputs: bo
     return Calls(module, positions) if inputs else None
 
 
-def _check(module: nn.Module, group: Group) -> None:
+def _check_can_split(module: nn.Module, group: Group) -> None:
     """Raise `ConfigError` for a module that cannot be split over these ranks."""
     for name, part in module.named_modules():
         is_wide = isinstance(part, nn.Conv1d) and part.kernel_size > (1,)
@@ -165,7 +165,7 @@ class SequenceSplit:
             tensor: equal on all ranks that share the sequence.
             dim: the axis of positions.
         """
-        pieces = self._pieces(tensor.shape[dim])
+        pieces = self._own_pieces(tensor.shape[dim])
         if self._calls is None and pieces.padding:
             wanted = f"a length that {self.parts} ranks divide, where the caller cuts inputs"
             hint = "pad the rows, with -100 for labels, and mask padding where attention sees it"
@@ -180,7 +180,7 @@ class SequenceSplit:
             shift: each position's label is the next token, also where that is another rank's.
                 False for labels of the positions themselves, as in masked language models.
         """
-        return self._pieces(labels.shape[1]).labels(labels, shift=shift)
+        return self._own_pieces(labels.shape[1]).labels(labels, shift=shift)
 
     def gather(self, piece: Tensor, dim: int = 1, length: int | None = None) -> Tensor:
         """Concatenate the ranks' pieces along an axis. A collective, and differentiable.
@@ -222,19 +222,19 @@ class SequenceSplit:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._check_ranks(module)
         if self._calls is None:
-            self._begin(module, nullcontext())
+            self._begin_split(module, nullcontext())
             return None
         names = [*islice(positional_names(module), len(args))]
         whole = dict(zip(names, args, strict=True)) | kwargs
         main = main_tensor(whole)
-        self._compare(main)
-        pieces = self._pieces(main.shape[1])
+        self._compare_first_batch(main)
+        pieces = self._own_pieces(main.shape[1])
         local = self._calls.local(whole, pieces)
         self._attention.pad(0 if self._calls.has_own_masks else pieces.padding)
-        self._begin(module, self._calls.around(whole, pieces))
+        self._begin_split(module, self._calls.around(whole, pieces))
         return tuple(local.pop(name) for name in names), local
 
-    def _begin(self, module: nn.Module, around: AbstractContextManager[object]) -> None:
+    def _begin_split(self, module: nn.Module, around: AbstractContextManager[object]) -> None:
         around.__enter__()
         self._frames.entries.append((around, self._attention.num_calls))
         if self.parts > 1:
@@ -257,7 +257,7 @@ class SequenceSplit:
             raise StateError(wanted, f"no call in {type(module).__name__}", hint=hint)
         return self._calls.outputs(outputs)
 
-    def _pieces(self, length: int) -> SequencePieces:
+    def _own_pieces(self, length: int) -> SequencePieces:
         if length < self.parts:
             wanted = f"a sequence of at least {self.parts} positions, one for each rank"
             hint = "use a smaller axis for the sequence, or pad the rows"
@@ -281,7 +281,7 @@ class SequenceSplit:
             )
         self._checked = ref(engine)
 
-    def _compare(self, main: Tensor) -> None:
+    def _compare_first_batch(self, main: Tensor) -> None:
         """Compare the first batch: ranks that share a sequence must be given the same rows."""
         if self._has_compared or self.parts == 1:
             return

@@ -174,10 +174,12 @@ class TransformersCalls(Calls):
         if labels is not None:
             own = pieces.labels(labels if shifted is None else shifted, shift=shifted is None)
             local |= {"labels": own, "shift_labels": own}
-            local["num_items_in_batch"] = self._count(own, arguments.get("num_items_in_batch"))
+            local["num_items_in_batch"] = self._count_tokens(
+                own, arguments.get("num_items_in_batch")
+            )
         return local
 
-    def _count(self, own: Tensor, count: Any) -> Any:
+    def _count_tokens(self, own: Tensor, count: Any) -> Any:
         """Return what the model shall divide the sum of its token losses by."""
         if count is not None:  # counted over whole rows, which each rank of a sequence has
             return count / self._parts

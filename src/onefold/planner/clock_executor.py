@@ -1,4 +1,4 @@
-"""Execute a schedule's actions on clocks: the counterpart of engine/hands.py. No torch here.
+"""Execute a schedule's actions on clocks: the counterpart of engine/executor.py. No torch here.
 
 Streams run at the same time, each in order: `compute`, `gather`, `reduce`, between nodes `cross`
 (weights), `second_hop` (sums of gradients) and `replica` (averages of copies), and for state off
@@ -8,12 +8,13 @@ node and between nodes, and take turns on a link.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
-from onefold.engine.driving import Action, Verb
+from onefold.engine.driving import Action
+from onefold.planner.action_executor import ActionExecutor
 from onefold.planner.costs import Conditions, Cost, costs_of
 from onefold.planner.machines import Machine
 from onefold.planner.work import Event, EventKind, ModelWork, UnitWork, Work
@@ -78,7 +79,7 @@ class Streams:
     def wait(self, until: float, cause: str) -> None:
         """Stall compute; `cause` is the part of the step that the wait counts for."""
         if until > self.now:
-            self._count(cause, until - self.now)
+            self._count_part(cause, until - self.now)
             self.now = until
 
     def compute(self, unit: str, what: str, parts: dict[str, float]) -> None:
@@ -90,7 +91,7 @@ class Streams:
         lost = self._lost(start, seconds) if self._rate < 1 else 0.0
         self.now = start + seconds + lost
         for part, own in {**parts, "contention": lost}.items():
-            self._count(part, own)
+            self._count_part(part, own)
         self.spans.append(PlannedSpan("compute", unit, what, start, self.now))
 
     def _lost(self, start: float, seconds: float) -> float:
@@ -109,11 +110,11 @@ class Streams:
             now, left = now + took, left - done
         return lost
 
-    def _count(self, part: str, seconds: float) -> None:
+    def _count_part(self, part: str, seconds: float) -> None:
         self.parts[part] = self.parts.get(part, 0.0) + seconds
 
 
-# the hands
+# the executor
 
 
 STREAMS = {"spread": "gather"}
@@ -186,7 +187,7 @@ def tier_seconds(recipe: Recipe, run: Conditions, machine: Machine) -> dict[str,
     }
 
 
-class ClockHands:
+class ClockExecutor(ActionExecutor):
     """The clocks of one rank. With `uses_rings` a second hop follows the first one by itself.
 
     `sums`: units whose gradients are summed over micro-batches where they are, as all are at stages
@@ -238,14 +239,7 @@ class ClockHands:
         """Return True if the first hop of the unit's reduction is over by now."""
         return self._landed.get(unit, 0.0) <= self.streams.now
 
-    def do(self, actions: list[Action]) -> None:
-        """Execute actions in order."""
-        for verb, index in actions:
-            hand = _HANDS.get(verb)
-            if hand is not None:
-                hand(self, index)
-
-    def follow(self, event: Event, actions: list[Action]) -> None:
+    def follow(self, event: Event, actions: Iterable[Action]) -> None:
         """Execute the actions that answer the event."""
         self.do(actions)
 
@@ -306,6 +300,9 @@ class ClockHands:
         self._fetched.pop(index, None)
         self._gathered.pop(index, None)
 
+    def _invalidate(self, index: int) -> None:
+        self._free(index)
+
     def _reduce(self, index: int) -> None:
         if self._run.uses_rings:
             for before in list(self._landed):
@@ -343,12 +340,3 @@ class ClockHands:
         streams, name = self.streams, self._units[index].name
         stream = STREAMS.get(what, what)
         return streams.collective(stream, name, what, cost, max(streams.now, ready))
-
-
-_HANDS: Mapping[Verb, Callable[[ClockHands, int], None]] = {
-    Verb.FETCH: ClockHands._fetch, Verb.FILL: ClockHands._fill, Verb.GATHER: ClockHands._gather,
-    Verb.SHOW: ClockHands._show, Verb.FREE: ClockHands._free, Verb.INVALIDATE: ClockHands._free,
-    Verb.REDUCE: ClockHands._reduce, Verb.LAND: ClockHands._land, Verb.FOLLOW: ClockHands._follow,
-    Verb.FINISH: ClockHands._finish, Verb.WAIT_STEP: ClockHands._wait_step,
-    Verb.STEP: ClockHands._step,
-}  # fmt: skip

@@ -43,7 +43,7 @@ class Stepper(Protocol):
         ...
 
 
-class Hands:
+class Executor:
     """Does to each unit what a schedule's actions say."""
 
     def __init__(
@@ -87,7 +87,7 @@ class Hands:
             for verb, index in actions:
                 of_unit = _OF_UNIT.get(verb)
                 if of_unit is None:
-                    _HANDS[verb](self, index)
+                    _METHODS[verb](self, index)
                 else:
                     of_unit(self.units[index])
         except BaseException as error:
@@ -190,13 +190,13 @@ _OF_UNIT: Mapping[Verb, Callable[[Unit], None]] = {
     Verb.WAIT_STEP: Unit.join_step,
 }
 
-_HANDS: Mapping[Verb, Callable[[Hands, int], None]] = {
-    Verb.FILL: Hands._fill,
-    Verb.REDUCE: Hands._reduce,
-    Verb.LAND: Hands._land,
-    Verb.FINISH: Hands._finish,
-    Verb.STEP: Hands._step,
-    Verb.REST: lambda hands, _: hands._rest(),
+_METHODS: Mapping[Verb, Callable[[Executor, int], None]] = {
+    Verb.FILL: Executor._fill,
+    Verb.REDUCE: Executor._reduce,
+    Verb.LAND: Executor._land,
+    Verb.FINISH: Executor._finish,
+    Verb.STEP: Executor._step,
+    Verb.REST: lambda executor, _: executor._rest(),
 }
 
 

@@ -1,12 +1,13 @@
-"""Execute a schedule's actions on byte counters: the counterpart of engine/hands.py."""
+"""Execute a schedule's actions on byte counters: the counterpart of engine/executor.py."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from onefold.engine import blocked_adam, blocks
-from onefold.engine.driving import Action, Verb
+from onefold.engine.driving import Action
 from onefold.engine.policy import Policy
+from onefold.planner.action_executor import ActionExecutor
 from onefold.planner.message_counts import PlannedUnit
 from onefold.planner.work import Event, EventKind
 from onefold.recipe import Recipe
@@ -100,10 +101,10 @@ class ByteCounter:
             self._highest, self.peak = highest, moment
 
 
-# the hands
+# the executor
 
 
-class ByteHands:
+class ByteExecutor(ActionExecutor):
     """Counts the bytes that one rank holds and sends. `is_far`: units with offloaded states."""
 
     def __init__(
@@ -193,7 +194,7 @@ class ByteHands:
         """
         return self._hides_reduction
 
-    def follow(self, event: Event, actions: list[Action]) -> None:
+    def follow(self, event: Event, actions: Iterable[Action]) -> None:
         """Execute the actions that answer the event."""
         if event.kind is EventKind.GRAD:
             self._hides_reduction = False
@@ -208,13 +209,10 @@ class ByteHands:
         if event.unit >= 0:
             self._counter.enter(unit=self._units[event.unit].name)
 
-    def do(self, actions: list[Action]) -> None:
+    def do(self, actions: Iterable[Action]) -> None:
         """Execute actions in order; note each moment in which more is held than before."""
         before = self._counter.on_device
-        for verb, index in actions:
-            hand = _HANDS.get(verb)
-            if hand is not None:
-                hand(self, index)
+        super().do(actions)
         if self._counter.on_device > before:
             self._counter.see()
 
@@ -271,7 +269,7 @@ class ByteHands:
         if self._recipe.rest_world == 1:
             return
         if unit.second:  # it is read before the hop inside the node begins
-            self._read(index)
+            self._decode_staged(index)
         else:
             self._fill(index)
         self.sent["gather" + self._recipe.gather_suffix] += unit.messages.gather.sent
@@ -282,7 +280,7 @@ class ByteHands:
             self.take(index, link, buffers)
             self._staged[index].append((link, buffers))
 
-    def _read(self, index: int) -> None:
+    def _decode_staged(self, index: int) -> None:
         """The messages of a unit have arrived and are decoded."""
         staged = self._staged.pop(index, [])
         if staged:
@@ -291,13 +289,13 @@ class ByteHands:
             self.give(index, link, buffers)
 
     def _show(self, index: int) -> None:
-        self._read(index)
+        self._decode_staged(index)
         if index not in self._decoded:
             self._decoded.add(index)
             self._counter.add("unsharded", self._units[index].decoded)
 
     def _invalidate(self, index: int) -> None:
-        self._read(index)
+        self._decode_staged(index)
         if index in self._decoded:
             self._decoded.discard(index)
             self._counter.add("unsharded", -self._units[index].decoded)
@@ -307,7 +305,7 @@ class ByteHands:
         self._unsharded.discard(index)
         self._counter.add("unsharded", -self._units[index].unsharded)
 
-    def _rest(self, _: int) -> None:
+    def _rest(self, index: int) -> None:
         for spare in self._spares.values():
             spare.clear()
 
@@ -369,11 +367,4 @@ class ByteHands:
 _PHASES = {
     EventKind.ENTER: "forward", EventKind.END_FORWARD: "loss", EventKind.AGAIN: "backward",
     EventKind.BACKWARD: "backward", EventKind.GRAD: "backward",
-}  # fmt: skip
-
-_HANDS: Mapping[Verb, Callable[[ByteHands, int], None]] = {
-    Verb.FILL: ByteHands._fill, Verb.GATHER: ByteHands._gather, Verb.SHOW: ByteHands._show,
-    Verb.FREE: ByteHands._free, Verb.INVALIDATE: ByteHands._invalidate,
-    Verb.REDUCE: ByteHands._reduce, Verb.LAND: ByteHands._land, Verb.FOLLOW: ByteHands._follow,
-    Verb.FINISH: ByteHands._finish, Verb.STEP: ByteHands._step, Verb.REST: ByteHands._rest,
 }  # fmt: skip
