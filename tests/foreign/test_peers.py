@@ -218,6 +218,51 @@ def test_a_trainers_run_goes_on_where_files_have_other_names_than_the_module(tmp
     assert [sum(each) / 3 for each in losses] == pytest.approx(wanted, rel=1e-6)
 
 
+def adapted(seed: int) -> Any:
+    """The same base, with adapters of their own."""
+    import peft
+
+    from tests.checkpoint.test_names_in_files import KINDS, built
+
+    model = built(KINDS["exact"])
+    torch.manual_seed(seed)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False,
+                             modules_to_save=["lm_head"])  # fmt: skip
+    return peft.get_peft_model(model, config)
+
+
+def trained_by(model: Any, lr: float) -> torch.optim.AdamW:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*frozen weights are not in the ch")
+def test_a_trainers_run_of_adapters_goes_on_without_their_base(tmp_path):
+    """Its folder has adapters alone, under names without theirs."""
+    pytest.importorskip("peft")
+    batches = list(torch.randint(3, 60, (6, 6, 8), generator=torch.Generator().manual_seed(0)))
+    model = adapted(seed=1)
+    optimizer = trained_by(model, lr=1e-2)
+    tuned(model, optimizer, batches[:3])
+    model.save_pretrained(tmp_path)
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": 3}))
+    wanted = tuned(model, optimizer, batches[3:])
+    models = [adapted(seed=2) for _ in range(4)]
+    optimizers = [trained_by(each, lr=3.0) for each in models]
+
+    def body(rank: int) -> list[float]:
+        onefold.shard(models[rank], optimizers[rank], stage=3)
+        onefold.load(tmp_path, models[rank], optimizers[rank])
+        return tuned(models[rank], optimizers[rank], batches[3:], rank, 3)
+
+    losses = zip(*run_ranks(3, body), strict=True)
+    assert [sum(each) / 3 for each in losses] == pytest.approx(wanted, rel=1e-6)
+    onefold.shard(models[3], optimizers[3])
+    with pytest.warns(UserWarning, match="frozen weights are not in the checkpoint, and stay"):
+        onefold.load(tmp_path, models[3], optimizers[3])
+    assert tuned(models[3], optimizers[3], batches[3:]) == pytest.approx(wanted, rel=1e-6)
+
+
 # bad input
 
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_iter
 from onefold.checkpoint.agreement import Damaged, collect, together
 from onefold.checkpoint.contents import restore_random_states
 from onefold.checkpoint.directory import Found, Peers, find, look_in
-from onefold.checkpoint.listing import ModuleNames, OptimizerNames
+from onefold.checkpoint.listing import MODEL, ModuleNames, OptimizerNames
 from onefold.checkpoint.save import finish_pending
 from onefold.checkpoint.source import Source, open_source, spread_ties, unstack
 from onefold.checkpoint.stages import Modules, Optimizers, ShardedModel, Stages
@@ -112,9 +112,11 @@ def _load_found(loading: _Loading, checkpoint: Found) -> Any:
         models = [model.trainable() for model in models]
 
     def compare() -> tuple[Source, dict[str, Any], list[Targets]]:
-        source = open_source(checkpoint)
+        source, own = open_source(checkpoint), models
         if checkpoint.peer is not None:
             source = source.arranged(_module_names(models))
+            if checkpoint.manifest is None:
+                own = [_without_base(model, source) for model in models]
         source = spread_ties(source)
         source = unstack(source, {p.fqn for model in models for p in model.parameters()})
         number = models[0].rank % source.saved_ranks
@@ -124,7 +126,7 @@ def _load_found(loading: _Loading, checkpoint: Found) -> Any:
         states += states[-1:] * len(models)  # a rank may have more stages than the one that saved
         return source, of_rank, [
             Targets(model, source, state, loading.elsewhere, group.world_size)
-            for model, state in zip(models, states, strict=False)
+            for model, state in zip(own, states, strict=False)
         ]  # fmt: skip
 
     source, of_rank, targets = together(group, compare)
@@ -142,6 +144,24 @@ def _load_found(loading: _Loading, checkpoint: Found) -> Any:
     if checkpoint.peer is not None and checkpoint.manifest is None:
         return source.extra()
     return of_rank.get("extra")
+
+
+def _without_base(model: ShardedModel, source: Source) -> ShardedModel:
+    """Leave frozen weights as they are, where another program has saved all others alone.
+
+    So it is with adapters, whose base is elsewhere.
+    """
+    trained = {p.fqn for p in model.trainable().parameters()}
+    frozen = sorted({p.fqn for p in model.parameters()} - trained)
+    saved = {path[1] for path in source.paths.values() if path[0] == MODEL}
+    if not frozen or not trained or trained - saved or saved & {*frozen}:
+        return model
+    if model.rank == 0:
+        said = (
+            f"{len(frozen)} frozen weights are not in the checkpoint, and stay: {frozen[0]!r}, ..."
+        )
+        warnings.warn(said, stacklevel=6)
+    return model.trainable()
 
 
 def _module_names(models: Sequence[ShardedModel]) -> ModuleNames:

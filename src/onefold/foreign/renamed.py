@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
@@ -48,12 +48,14 @@ def under_module_names(
         return listing
     files = {file: listing.tensors[name] for file, name in inside.items()}
     found = find_names(module, wanted, _ListedFiles(files))
+    found.plain.update(_adapters(module, wanted - found.plain.keys(), files))
     if found.computed:
         _ListedFiles(files).whole(min(found.computed))
     remember_rules(module, found)
     made = {name: files[source] for name, source in found.plain.items()}
     made |= {name: _moved(name, mosaic, files) for name, mosaic in found.mosaics.items()}
-    made |= {name: files[name] for name in found.unknown if name not in made}
+    used = {*found.plain.values()}
+    made |= {name: files[name] for name in found.unknown if name not in used and name not in made}
     gone = {*inside.values()}
     tensors = {name: v for name, v in listing.tensors.items() if name not in gone}
     paths = {name: path for name, path in listing.paths.items() if name not in gone}
@@ -61,6 +63,20 @@ def under_module_names(
         new = ".".join(map(str, (*where, name)))
         tensors[new], paths[new] = saved, (*where, name)
     return replace(listing, tensors=tensors, paths=paths)
+
+
+def _adapters(
+    module: nn.Module, names: Iterable[str], files: Mapping[str, object]
+) -> dict[str, str]:
+    """Return names of PEFT's modules, with those in its files, which lack the adapter's own."""
+    found = {}
+    for adapter in getattr(module, "peft_config", None) or {}:
+        for name in names:
+            file = name.replace(f".modules_to_save.{adapter}.", ".").replace(f".{adapter}.", ".")
+            file = file.removesuffix(f".{adapter}")
+            if file != name and file in files:
+                found[name] = file
+    return found
 
 
 def _moved(name: str, mosaic: Mosaic, files: dict[str, SavedTensor]) -> SavedTensor:
