@@ -14,6 +14,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import onefold
@@ -23,7 +24,7 @@ from onefold.foreign.dcp import _DcpFile
 from onefold.foreign.trees import _TreeFile
 from tests.support import peer_runs
 from tests.support.hf_ranks import run_forks
-from tests.support.peer_runs import LAYOUTS, MORE, NEXT, build, rows, train
+from tests.support.peer_runs import LAYOUTS, MORE, NEXT, PeerModel, build, rows, train
 from tests.support.ranks import run_ranks
 
 DATA = Path(__file__).parent / "data"
@@ -218,6 +219,55 @@ def test_a_trainers_run_goes_on_where_files_have_other_names_than_the_module(tmp
     assert [sum(each) / 3 for each in losses] == pytest.approx(wanted, rel=1e-6)
 
 
+def test_a_trainers_run_with_fsdp_goes_on(tmp_path):
+    """Trainer puts the folders of Accelerate beside its own files."""
+    shutil.copytree(DATA / "accelerate-fsdp2", tmp_path / "checkpoint-3")
+    for path in (tmp_path / "checkpoint-3").glob("random_states_*"):
+        path.unlink()
+    (tmp_path / "checkpoint-3" / "trainer_state.json").write_text('{"global_step": 3}')
+    losses, extra = resumed("trainer", tmp_path / "checkpoint-3", 3, stage=3)
+    assert losses == pytest.approx(TOGETHER["fsdp2"], rel=1e-6)
+    assert extra == {"trainer_state": {"global_step": 3}}
+
+
+def test_two_optimizers_of_accelerate_get_their_own_states(tmp_path):
+    """`optimizer.bin` and `optimizer_1.bin`."""
+
+    def two(model: PeerModel, lr: float) -> list[torch.optim.Optimizer]:
+        return [torch.optim.AdamW(model.body.parameters(), lr=lr),
+                torch.optim.SGD(model.head.parameters(), lr=lr, momentum=0.9)]  # fmt: skip
+
+    def steps(model: Any, both: list[Any], steps: range, rank: int = 0, size: int = 1) -> Any:
+        losses = []
+        for step in steps:
+            loss = peer_runs.loss_of(model, rows(step, rank, size))
+            loss.backward()
+            for each in both:
+                each.step()
+                each.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    model, _ = build()
+    both = two(model, 1e-2)
+    steps(model, both, range(3))
+    save_file(dict(model.state_dict()), tmp_path / "model.safetensors")
+    for name, each in zip(("optimizer.bin", "optimizer_1.bin"), both, strict=True):
+        torch.save(each.state_dict(), tmp_path / name)
+    torch.save({"step": 3}, tmp_path / "random_states_0.pkl")
+    wanted = steps(model, both, NEXT)
+    models = [build(seed=9)[0] for _ in range(3)]
+
+    def body(rank: int) -> Any:
+        own = two(models[rank], 3.0)
+        onefold.shard(models[rank], own, stage=3)
+        onefold.load(tmp_path, models[rank], own)
+        return steps(models[rank], own, NEXT, rank, 3)
+
+    losses = zip(*run_ranks(3, body), strict=True)
+    assert [sum(each) / 3 for each in losses] == pytest.approx(wanted, rel=1e-6)
+
+
 def adapted(seed: int) -> Any:
     """The same base, with adapters of their own."""
     import peft
@@ -295,6 +345,13 @@ def changed(tmp_path: Path, change: Any) -> Path:
 def test_two_entries_with_the_names_of_the_module_are_both_named(tmp_path):
     path = changed(tmp_path, lambda state: state.update(ema=dict(state["net"])))
     refused(path, "one entry with the names of the module, got '(net|ema)' and '(net|ema)'")
+
+
+def test_the_parent_of_another_programs_folder_says_which_one_to_pass():
+    module = nn.Linear(1, 1)
+    onefold.shard(module)
+    with pytest.raises(CheckpointError, match="t: of DeepSpeed, which loads where this folder"):
+        onefold.load(DATA / "deepspeed-stage1", module)
 
 
 def test_another_module_is_named(tmp_path):

@@ -192,7 +192,10 @@ def _checkpoints_in(directory: Path, peers: Peers) -> tuple[list[Found], list[st
         else:
             manifest = found.manifest
             if manifest is None:
-                broken.append(f"{path.name}: no {MANIFEST}, so it cannot be verified")
+                why = f"no {MANIFEST}, so it cannot be verified"
+                if found.peer is not None:
+                    why = f"of {found.peer.writer}, which loads where this folder itself is passed"
+                broken.append(f"{path.name}: {why}")
             else:
                 checkpoint = replace(found, passed_over=broken)
                 complete.append((manifest.step, manifest.saved_at, checkpoint))

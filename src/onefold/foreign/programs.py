@@ -56,6 +56,7 @@ class ProgramFormat:
         tree = Tree(folder)
         for part in self.parts:
             found = [folder] if part.pattern == "." else sorted(folder.glob(part.pattern))
+            found = [path for path in found if path.is_dir() == (part.kind == "dcp")]
             if part.is_needed and not found:
                 wanted = f"{part.pattern!r} in {str(folder)!r}, which {self.writer} writes"
                 hint = "this is a part of a checkpoint; copy all of its files"
@@ -123,19 +124,24 @@ _HF_WEIGHTS = (
     ProgramPart("*.safetensors", "safetensors", (WEIGHTS,)),
     ProgramPart("pytorch_model.bin", "archive", (WEIGHTS,)),
 )
+_ACCELERATES = (
+    *_HF_WEIGHTS,
+    ProgramPart("pytorch_model_fsdp.bin", "archive", (WEIGHTS,)),
+    ProgramPart("pytorch_model_fsdp_*", "dcp", ()),
+    ProgramPart("optimizer_*", "dcp", ()),
+    ProgramPart("optimizer*.bin", "archive", ("optimizer",)),
+)
+"""What Accelerate saves for its own users, and for Trainer with FSDP."""
 PROGRAMS: Sequence[ProgramFormat] = (
     ProgramFormat("transformers' Trainer", ("trainer_state.json",), (
-        *_HF_WEIGHTS,
+        *_ACCELERATES,
         ProgramPart("optimizer.pt", "archive", ("optimizer",)),
         ProgramPart("scheduler.pt", "archive", ("scheduler",)),
         ProgramPart("trainer_state.json", "json", ("trainer_state",)),
         ProgramPart("rng_state*.pth", "archive", ("random_states",)),
     )),
     ProgramFormat("Accelerate", ("random_states_*.pkl",), (
-        *_HF_WEIGHTS,
-        ProgramPart("pytorch_model_fsdp_*", "dcp", ()),
-        ProgramPart("optimizer_*", "dcp", ()),
-        ProgramPart("optimizer.bin", "archive", ("optimizer",)),
+        *_ACCELERATES,
         ProgramPart("scheduler*.bin", "archive", ("schedulers",)),
         ProgramPart("random_states_*.pkl", "archive", ("random_states",)),
     )),
