@@ -354,6 +354,25 @@ def test_the_parent_of_another_programs_folder_says_which_one_to_pass():
         onefold.load(DATA / "deepspeed-stage1", module)
 
 
+@pytest.mark.parametrize("where", [(), ("model",)])
+def test_a_module_that_was_pickled_whole_is_named(tmp_path, where):
+    """Its class would have to be imported, and run."""
+    module = nn.Sequential(nn.Linear(2, 2))
+    torch.save({"model": module} if where else module, tmp_path / "run.pt")
+    onefold.shard(module)
+    with pytest.raises(CheckpointError, match=r"a torch\.nn\.modules\.container\.Sequential"):
+        onefold.load(tmp_path / "run.pt", module)
+
+
+def test_an_optimizer_without_states_is_no_extra(tmp_path):
+    """Plain SGD has none."""
+    model, _ = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.save({"net": model.state_dict(), "opt": optimizer.state_dict()}, tmp_path / "run.pt")
+    onefold.shard(model, optimizer)
+    assert onefold.load(tmp_path / "run.pt", model, optimizer) == {}
+
+
 def test_another_module_is_named(tmp_path):
     path = changed(tmp_path, lambda state: state["net"].pop("head.bias"))
     refused(path, "head.bias")

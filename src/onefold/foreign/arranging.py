@@ -31,6 +31,7 @@ from onefold.checkpoint.listing import (
     Wanted,
 )
 from onefold.errors import CheckpointError, listed
+from onefold.foreign.torch_files import Unread
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 WRAPPERS = ("module.", "_orig_mod.", "_forward_module.", "model.")
@@ -59,12 +60,17 @@ class KnownStore:
 
 @dataclass(slots=True)
 class _Optimizer:
-    """One optimizer's entry. `states`: by parameter, then by key; `groups`: by index, then key."""
+    """One optimizer's entry. `states`: by parameter, then by key; `groups`: by index, then key.
+
+    `empty`: names of containers without anything in them.
+    """
 
     where: Keys
     is_flattened: bool = False
     states: dict[Any, dict[Keys, str]] = field(default_factory=lambda: defaultdict(dict))
     groups: dict[Any, dict[Any, str]] = field(default_factory=lambda: defaultdict(dict))
+
+    empty: list[str] = field(default_factory=list)
 
     @property
     def is_numbered(self) -> bool:
@@ -108,6 +114,8 @@ def arrange(
     optimizers = _optimizers(listing)
     of_optimizers = {name for each in optimizers for name in _names_in(each)}
     where, prefix = _weights(listing, of_optimizers, names)
+    if where is None and names is not None and names.weights:
+        _refuse_unread(listing)
     made = _Arranged(listing)
     known = names.weights if names is not None else frozenset()
     for name, path in listing.paths.items():
@@ -183,6 +191,16 @@ def _weights(
     return found[0][1], found[0][2]
 
 
+def _refuse_unread(listing: Listing) -> None:
+    """Raise `CheckpointError` for an object in place of weights, such as a pickled module."""
+    for name, value in listing.objects.items():
+        if isinstance(value, Unread):
+            wanted = "weights under the names of the module"
+            got = f"a {value.kind}{f' at {name!r}' if name else ''}, which is not read"
+            hint = "save model.state_dict() where the module was saved; torch.load reads a module"
+            raise CheckpointError(wanted, got, hint=hint)
+
+
 def _numel(listing: Listing, path: Sequence[Any]) -> int:
     saved = listing.tensors.get(".".join(map(str, path)))
     numel = 1
@@ -241,6 +259,8 @@ def _take(each: _Optimizer, keys: Keys, name: str) -> None:
         inside = [fqn, key]
     else:
         kind = first
+    if kind in (STATE, GROUPS) and not inside:
+        each.empty.append(name)
     if kind not in (STATE, GROUPS) or len(inside) < 2:
         return
     owner, *rest = inside
@@ -253,6 +273,7 @@ def _take(each: _Optimizer, keys: Keys, name: str) -> None:
 def _names_in(each: _Optimizer) -> Iterable[str]:
     for of in (*each.states.values(), *each.groups.values()):
         yield from of.values()
+    yield from each.empty
 
 
 def _arrange_optimizer(
