@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
 import onefold
 from onefold.app.cli.main import main
@@ -130,8 +131,14 @@ def test_weights_alone_are_read_without_an_optimizer():
         assert torch.equal(head, first) or not same, name
 
 
-def test_shards_of_torchs_safetensors_writer_are_read_as_one():
-    """They hold weights alone."""
+@pytest.mark.parametrize("consolidates", [False, True])
+def test_shards_of_torchs_safetensors_writer_are_read_as_one(tmp_path, consolidates):
+    """They hold weights alone. torch's own tool makes plain files of them."""
+    folder = DATA / "safetensors-shards"
+    if consolidates:
+        names = dict.fromkeys(build()[0].state_dict(), 1)  # all in the first file
+        consolidate_safetensors_files(str(folder), str(tmp_path), names)
+        folder = tmp_path
     wanted, _ = build(seed=9)
     onefold.shard(wanted)
     onefold.load(DATA / "dcp-nested", wanted)
@@ -139,7 +146,7 @@ def test_shards_of_torchs_safetensors_writer_are_read_as_one():
 
     def body(rank: int) -> Any:
         onefold.shard(modules[rank])
-        onefold.load(DATA / "safetensors-shards", modules[rank])
+        onefold.load(folder, modules[rank])
         return onefold.full_state_dict(modules[rank])
 
     found = run_ranks(3, body)[0]
@@ -170,6 +177,24 @@ def test_inspect_lists_what_is_in_a_run_of_another_program(name, capsys):
     printed = capsys.readouterr().out
     assert "head.weight" in printed
     assert "exp_avg" in printed
+
+
+def test_a_folder_that_transformers_saved_is_read_as_weights(tmp_path):
+    """As by `load_pretrained`, with names and layouts of the files."""
+    pytest.importorskip("transformers")
+    from tests.checkpoint.test_names_in_files import KINDS, built
+
+    model = built(KINDS["experts"])
+    model.save_pretrained(tmp_path)
+    models = [built(KINDS["experts"], seed=1) for _ in range(3)]
+
+    def body(rank: int) -> Any:
+        onefold.shard(models[rank], stage=3)
+        assert onefold.load(tmp_path, models[rank]) == {}
+        return onefold.full_state_dict(models[rank])
+
+    found = run_ranks(3, body)[0]
+    assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
 
 
 def trainers_folder(folder: Path, kind: str) -> tuple[Any, list[float], list[Tensor]]:

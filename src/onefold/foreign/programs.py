@@ -157,6 +157,7 @@ PROGRAMS: Sequence[ProgramFormat] = (
         ProgramPart(".", "dcp", ()),
         ProgramPart("meta.pt", "archive", ()),
     )),
+    ProgramFormat("safetensors files, as transformers", ("model*.safetensors",), _HF_WEIGHTS),
 )  # fmt: skip
 """Programs that write several files, in the order in which they are looked for."""
 
