@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import re
 import sys
@@ -17,6 +18,7 @@ from torch.distributed import distributed_c10d
 
 import onefold
 from onefold.errors import Failure
+from onefold.wire import frames
 from onefold.wire.frames import RAN_S, Stacks, place_in
 from onefold.wire.roll_call import Answer, RollCall
 from onefold.wire.roll_call import find_deadlock as deadlock_of
@@ -183,11 +185,30 @@ def test_a_place_without_a_line_is_that_of_the_line_before():
     assert re.fullmatch(r", test_roll_call\.py:\d+ `\S.*`", place)
 
 
-def test_a_thread_is_seen_to_wait_in_torch_alone():
+def test_stacks_are_not_read_while_a_thread_that_python_has_not_started_runs(tmp_path, monkeypatch):
+    """It may be making its state, in which CPython 3.11's dump reads address 8."""
+    ours = [thread.native_id for thread in threading.enumerate()]
+    for number, state in [(1, "S"), *((each, "R") for each in ours)]:
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "stat").write_text(f"{number} (a) name) {state} 0 0")
+    assert not frames.native_runs(tmp_path)
+    (tmp_path / "1" / "stat").write_text("1 (a) name) R 0 0")
+    (tmp_path / "2").mkdir()  # it has ended
+    assert frames.native_runs(tmp_path)
+    assert not frames.native_runs(tmp_path / "none")
+    monkeypatch.setattr(frames, "native_runs", lambda: True)
+    monkeypatch.setattr(faulthandler, "dump_traceback", None)
+    thread = threading.main_thread().ident
+    assert thread is not None
+    assert Stacks().may_wait(thread) == (sys.version_info >= (3, 12))
+
+
+def test_a_thread_is_seen_to_wait_in_torch_alone(monkeypatch):
     """Its stack is read without frame objects, of which CPython 3.11 may leave dangling ones.
 
     A thread that has run since the last look does not wait, wherever it is.
     """
+    monkeypatch.setattr(frames, "native_runs", lambda: False)
     thread = threading.main_thread().ident
     assert thread is not None
     assert Stacks().may_wait(thread) == (sys.version_info >= (3, 12))
