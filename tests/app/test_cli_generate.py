@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -253,6 +254,16 @@ def test_a_trained_checkpoint_writes_text_on_one_rank_and_on_two(runs, capsys, m
     assert "over 2 ranks" in done.stderr
     assert "rank 1" in done.stderr
     assert "1.00 tokens a pass" in done.stderr
+
+
+def test_a_folder_of_trainer_is_read_in_place(llama, tmp_path, capsys):
+    """It is a checkpoint, too, for `onefold.load`."""
+    folder = tmp_path / "checkpoint-3"
+    shutil.copytree(llama, folder)
+    (folder / "trainer_state.json").write_text("{}")
+    flags = ("--prompt", "abab", "--max-new-tokens", "5")
+    found, wanted = (generated(capsys, "--model", str(m), *flags)["text"] for m in (folder, llama))
+    assert found == wanted
 
 
 def test_text_is_that_of_the_resident_model(llama, tmp_path, capsys):

@@ -109,11 +109,15 @@ def build_trained(model: str, seq: int, *, is_cut: bool) -> nn.Module:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """True for a checkpoint of `onefold.save`, or a directory of them."""
+    """True for a checkpoint, or a directory of them.
+
+    False for a folder that transformers opens, also one of Trainer: its weights are read in place.
+    """
     try:
-        return bool(find(path, PEERS))
+        newest = find(path, PEERS)[0]
     except (CheckpointError, OSError):
         return False
+    return newest.manifest is not None or not any(path.glob("model*.safetensors"))
 
 
 def _of_files(model: str) -> ModelSource:
