@@ -34,7 +34,7 @@ from onefold.wire.collectives import Group
 from onefold.wire.world import World
 from tests.support.ranks import run_ranks
 
-for command in ("check", "train"):  # commands that import `launch` keep the real one
+for command in ("check", "finetune", "generate", "train"):  # they import `launch`: the real one
     import_module(f"onefold.app.cli.{command}")
 
 QUICK = ["--seconds", "0.02"]
