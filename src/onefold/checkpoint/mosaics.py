@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from onefold.layout.cut import Box
 
@@ -144,7 +143,7 @@ def _moves(tile: MosaicTile) -> Iterator[Move]:
     """Yield the boxes of a tile: dimensions that step over rows of the source are cut into ones."""
     if not tile.view.numel():
         return
-    steps = _contiguous_strides(tile.base)
+    steps = strides_of(tile.base)
     dims: list[int | None] = []
     start = _unravelled(int(tile.view.storage_offset()), tile.base, steps)
     for at, (size, stride) in enumerate(zip(tile.sizes, tile.view.stride(), strict=True)):
@@ -171,7 +170,8 @@ def _moves(tile: MosaicTile) -> Iterator[Move]:
     yield Move((tile.offsets, tile.sizes), tile.source, (start, tuple(lengths)), tuple(dims))
 
 
-def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
     return tuple(prod(max(1, size) for size in shape[dim + 1 :]) for dim in range(len(shape)))
 
 
@@ -370,10 +370,3 @@ MOVES: dict[Any, Callable[..., Any]] = {
     aten.flip.default: _flip,
 }  # fmt: skip
 """What each operation does to boxes. All others are refused."""
-
-
-def plain_of(value: Any) -> Any:
-    """Return values with each mosaic as a tensor on `meta`."""
-    return tree_map_only(
-        Mosaic, lambda m: torch.empty(tuple(m.shape), dtype=m.dtype, device="meta"), value
-    )

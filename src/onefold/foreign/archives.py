@@ -86,11 +86,6 @@ def read_strided(
     out[:] = bytes_of(elements[wanted.first : wanted.first + wanted.numel].contiguous())
 
 
-def strides_of(sizes: Extents) -> Extents:
-    """Return the strides of a contiguous tensor."""
-    return tuple(prod(max(1, size) for size in sizes[dim + 1 :]) for dim in range(len(sizes)))
-
-
 def extent_of(sizes: Extents, strides: Extents) -> int:
     """Return the number of elements from the first to the last one."""
     if not prod(sizes):

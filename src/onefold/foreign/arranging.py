@@ -69,7 +69,6 @@ class _Optimizer:
     is_flattened: bool = False
     states: dict[Any, dict[Keys, str]] = field(default_factory=lambda: defaultdict(dict))
     groups: dict[Any, dict[Any, str]] = field(default_factory=lambda: defaultdict(dict))
-
     empty: list[str] = field(default_factory=list)
 
     @property

@@ -21,8 +21,9 @@ from onefold.checkpoint.listing import (
     Place,
     Wanted,
 )
+from onefold.checkpoint.mosaics import strides_of
 from onefold.errors import CheckpointError
-from onefold.foreign.archives import HEAD_NBYTES, elements_of, read_strided, strides_of
+from onefold.foreign.archives import HEAD_NBYTES, elements_of, read_strided
 from onefold.foreign.arranging import arrange
 from onefold.foreign.metadata import read_metadata
 from onefold.foreign.unpickling import read_object

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from onefold.checkpoint.listing import Extents, Keys, Listing, Piece, SavedTensor
-from onefold.checkpoint.mosaics import Mosaic, Move
+from onefold.checkpoint.mosaics import Mosaic, Move, strides_of
 from onefold.checkpoint.names_in_files import find_names, remember_rules
 from onefold.errors import CheckpointError
-from onefold.foreign.archives import strides_of
 from onefold.foreign.torch_files import StoredTensor
 from onefold.foreign.trees import piece_of
 

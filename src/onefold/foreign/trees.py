@@ -34,9 +34,10 @@ from onefold.checkpoint.listing import (
     extents,
     tiles,
 )
+from onefold.checkpoint.mosaics import strides_of
 from onefold.checkpoint.safetensors import DTYPES, PretrainedFiles
 from onefold.errors import CheckpointError
-from onefold.foreign.archives import extent_of, read_strided, strides_of
+from onefold.foreign.archives import extent_of, read_strided
 from onefold.foreign.arranging import Known
 from onefold.foreign.torch_files import StoredShard, StoredTensor, Unread, read_archive
 
