@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from onefold.unit.gradient_phase import GradientPhase
 from onefold.unit.logical import as_logical
 
 GRAD: Any = Tensor.grad  # torch's own attribute
@@ -26,7 +27,8 @@ class GradSlot:
         Our own code uses torch's `_grad`, where functions of subclasses are disabled.
         """
         owner = self._onefold_owner()
-        if owner is not None and ((unit := owner.find_unit()) is None or unit.gradient.is_consumed):
+        unit = None if owner is None else owner.find_unit()
+        if owner is not None and (unit is None or unit.gradient.phase is GradientPhase.CONSUMED):
             owner.unit.gradient.check_there(owner)
         with torch._C.DisableTorchFunctionSubclass():
             shown = GRAD.__get__(self)

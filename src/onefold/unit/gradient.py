@@ -24,6 +24,7 @@ from torch import Tensor
 from onefold.layout.ledger import Account, Kind
 from onefold.unit import refusals, user_hooks, whole
 from onefold.unit.buffer import Buffer
+from onefold.unit.gradient_phase import GradientPhase as Phase
 from onefold.unit.local_mean import has_rows, scaled, take_rows
 from onefold.unit.node_reduction import reduction_of
 from onefold.unit.parameter import UnitParameter
@@ -43,9 +44,10 @@ class UnitGradient:
         spec = self._spec = unit.spec
         self._unit = ref(unit)
         parameters = self._parameters = unit.parameters
+        self.phase = Phase.RESTING  # what it carries: the next two
+        self._landed: Landed | None = None
+        self._following = DONE
         self.is_unused = False  # by every rank, in the last backward
-        self.is_consumed = False  # stepped in backward, and freed: until the optimizer's step
-        self._is_discarding = False  # an aborted backward: results that still arrive are dropped
         self.partial: dict[UnitParameter, int] = {}  # partial gradients: their bytes
         self._stand_ins = StandIns()  # what `.grad` shows between micro-batches
         self._due: set[UnitParameter] = set()  # trained by these micro-batches, on every rank
@@ -55,9 +57,6 @@ class UnitGradient:
         self.shown: dict[UnitParameter, Tensor] = {}  # the `.grad` that shows a mean
         self._reduced_at = -1  # steps that were done when a mean was last shown
         self.reduction = reduction_of(spec)
-        self._landed: Landed | None = None  # the first hop, until the second begins
-        self._following = DONE  # the second hop
-        self._late: Landed | None = None  # means that are not shown yet
         self.held_back = HeldBack()
         store, ledger = spec.context.store, spec.context.ledger
         self._has_rows, self._ledger = has_rows(spec), ledger
@@ -91,16 +90,16 @@ class UnitGradient:
 
     def check_there(self, parameter: UnitParameter) -> None:
         """Raise `StateError` if the parameter's gradient was used up by a step in backward."""
-        if self.is_consumed:
+        if self.phase is Phase.CONSUMED:
             raise refusals.CONSUMED(parameter.fqn, where=self._spec.context.where)
 
     def end_step(self) -> None:
         """The step that consumed the values is over: gradients may be read again."""
-        self.is_consumed = False
+        self.phase = self.phase.then(Phase.RESTING, self._spec)
 
     def consume(self) -> None:
         """A step uses the values now: show no gradient, and leave the buffer to the step."""
-        self.is_consumed = True
+        self.phase = self.phase.then(Phase.CONSUMED, self._spec)
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in self._parameters:
                 parameter.sharded._grad = None
@@ -146,16 +145,18 @@ class UnitGradient:
 
     def discard(self) -> None:
         """A backward failed: drop its gradients, also those that arrive later. Torn sums raise."""
-        if not self._is_discarding:
-            torn = self.earlier & set(self._with_grad())
-            with torch._C.DisableTorchFunctionSubclass():
-                for parameter in self._parameters:
-                    parameter.sharded._grad = parameter.lost_mean if parameter in torn else None
-        self._is_discarding = True
+        if self.phase in (Phase.CONSUMED, Phase.DISCARDING):
+            return
+        self.phase = self.phase.then(Phase.DISCARDING, self._spec)
+        self._landed = None
+        torn = self.earlier & set(self._with_grad())
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in self._parameters:
+                parameter.sharded._grad = parameter.lost_mean if parameter in torn else None
 
     def lose(self) -> None:
         """All reductions are over: forget what the failed backward has left."""
-        self._is_discarding = False
+        self.phase = self.phase.then(Phase.RESTING, self._spec)
         self.drop_partial()
         self.drop_cleared()
         self.shown.clear()
@@ -226,8 +227,10 @@ class UnitGradient:
         parameters = self.trainable()
         self.show_late()
         self.unit.join_step()  # it may still read the rows that are written now
-        if self.is_consumed and parameters:
+        if parameters:
             self.check_there(parameters[0])
+        if self.phase is not Phase.DISCARDING:
+            self.phase = self.phase.then(Phase.SENT, self._spec)
         if not self._spec.context.exchanges:
             self._due.clear()
             return Ticket(finish=partial(self._keep_local, parameters))
@@ -246,8 +249,9 @@ class UnitGradient:
 
     def _keep_local(self, parameters: list[UnitParameter]) -> None:
         """One rank: the partial gradient is the mean already."""
-        if self._is_discarding:
+        if self.phase is Phase.DISCARDING:
             return
+        self.phase = self.phase.then(Phase.RESTING, self._spec)
         self._reduced_at, sources = self._ledger.steps, self._spec.context.sources
         with torch._C.DisableTorchFunctionSubclass():
             self._stand_ins.take_back(self.shown)
@@ -282,13 +286,15 @@ class UnitGradient:
         """The first hop is over."""
         partials.clear()
         self._count_reduced(parameters)
-        if not self._is_discarding:
+        if self.phase is not Phase.DISCARDING:
+            self.phase = self.phase.then(Phase.LANDED, self._spec)
             self._landed = Landed(parameters, self.reduction.users(used), mean)
 
     def keep_sums(self) -> None:
         """Keep the node's sums until the last micro-batch, and show that there are some."""
         landed, self._landed = self._landed, None
         if landed is not None:
+            self.phase = self.phase.then(Phase.RESTING, self._spec)
             self._due.update(landed.parameters)
             self._show_resting(self.reduction.rest(landed.which, known(landed.users)))
 
@@ -302,6 +308,7 @@ class UnitGradient:
         if reduction.finishes_alone:
             self._show_users(landed)
             return
+        self.phase = self.phase.then(Phase.FOLLOWING, self._spec)
         with torch._C.DisableTorchFunctionSubclass():
             mean = landed.mean or self.mean_rows(parameters)
             shown = [p in self.shown for p in parameters]
@@ -310,16 +317,20 @@ class UnitGradient:
 
     def _show_users(self, landed: Landed) -> None:
         """Show the mean of parameters that some rank used: now, if the host knows these."""
+        if self.phase is Phase.DISCARDING:
+            return
         if not self.reduction.sees_all:
             landed = Landed(landed.parameters, self.reduction.users(landed.users), landed.mean)
-        self._late = landed
+        self.phase = self.phase.then(Phase.LATE, self._spec)
+        self._landed = landed
         if isinstance(landed.users, list):
             self.show_late()
 
     def show_late(self) -> None:
         """Show means that are not shown yet; the host may wait."""
-        late, self._late = self._late, None
-        if late is not None and not self._is_discarding:
+        if self.phase is Phase.LATE and self._landed is not None:
+            late, self._landed = self._landed, None
+            self.phase = self.phase.then(Phase.RESTING, self._spec)
             used = late.used()
             self.is_unused = not used
             self.show_all(used)
@@ -347,13 +358,13 @@ class UnitGradient:
 
     def show_use(self, parameter: UnitParameter) -> None:
         """Show the mean of one use, to which others add; hooks run once, when backward ends."""
-        self.show_all([parameter], runs_hooks=False)
-        self._late = Landed([parameter], [True], None)
+        if self.phase is not Phase.DISCARDING:
+            self.show_all([parameter], runs_hooks=False)
+            self.phase = self.phase.then(Phase.LATE, self._spec)
+            self._landed = Landed([parameter], [True], None)
 
     def show_all(self, parameters: Iterable[UnitParameter], *, runs_hooks: bool = True) -> None:
         """Show the reduced gradients of `parameters`."""
-        if self._is_discarding:
-            return
         self._reduced_at = self._ledger.steps
         with torch._C.DisableTorchFunctionSubclass():
             rows = self._means.rows()
@@ -389,7 +400,7 @@ class UnitGradient:
                     parameter.unsharded.grad = None
                 self._count_reduced(cleared)
                 self.reduction.drop([parameter.index for parameter in cleared])
-            if self._means.held is not None and not self._is_discarding:  # results arrive there
+            if self._means.held is not None and self.phase is not Phase.DISCARDING:
                 self._drop_cleared_means()
 
     def _drop_cleared_means(self) -> None:
