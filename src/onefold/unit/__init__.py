@@ -26,6 +26,9 @@ rows" are n/N elements, or n where the recipe replicates (stage 0; weights below
     residuals    rows that are sent        fp32       Feedback           device       step to step
     messages     see wire/exchange.py      compute    the transport      device       one message
 
+What a parameter object shows is its form (forms.py); where gradients are between backward and step
+is their phase (gradient_phase.py).
+
 Tiers are those of `Offload`: "parameters" and "optimizer" name its fields. dtypes: "own" is the
 parameter's, "compute" and "master" are of `Precision`. A resident unit (nothing to gather, nothing
 to cast) computes with its weight: it has no unsharded buffer. The memory of an unsharded buffer

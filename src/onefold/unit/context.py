@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -306,3 +307,16 @@ class UnitSpec:
     def label(self, collective: str) -> str:
         """The name of a collective of this unit, for errors."""
         return f"{collective} of {self.described}"
+
+
+class UnitInUse(Protocol):
+    """A unit, as an operation on one of its parameters knows it."""
+
+    @property
+    def context(self) -> Context: ...
+    @property
+    def is_in_forward(self) -> bool: ...
+    def wait_step(self) -> None: ...
+    def is_wanted_unsharded(self, parameter: Any) -> bool: ...
+    def unshard_for_use(self, parameter: Any) -> Tensor: ...
+    def note_use(self, outputs: object) -> None: ...

@@ -1,4 +1,4 @@
-"""The classes of a parameter object. The class changes with the values that may be read.
+"""The classes of a parameter object. The class changes with its form (unit/forms.py).
 
     ShardedParameter     DTensor(Shard(d)): this rank's piece of a parameter that is sharded at rest
     ReplicatedParameter  all rows of the fp32 weight, where modules compute with a narrower copy
@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from onefold.errors import StateError
 from onefold.unit import refusals, whole
+from onefold.unit.context import UnitInUse
 from onefold.unit.functions import (
     GET_DATA,
     NEW,
@@ -63,7 +64,7 @@ def _dispatch(
     leaves = list(tree_iter((args, kwargs)))
     owners = {id(leaf): leaf.owner() for leaf in leaves if isinstance(leaf, AT_REST)}
     owners = {key: owner for key, owner in owners.items() if owner is not None}
-    as_bytes = {key: owner.shown_bytes() for key, owner in owners.items() if owner.decoded}
+    as_bytes = {key: owner.shown_sharded() for key, owner in owners.items() if owner.decoded}
     own_args, own_kwargs = _replaced((args, kwargs), as_bytes)
     refuse_edit(func, own_args, own_kwargs)
     if fills(func):
@@ -76,7 +77,7 @@ def _dispatch(
     with torch._C.DisableTorchFunctionSubclass():
         for owner in owners.values():
             owner.unit.wait_step()
-        wanted = [o.unit for o in owners.values() if o.unit.is_wanted_unsharded(o)]
+        wanted: list[UnitInUse] = [o.unit for o in owners.values() if o.unit.is_wanted_unsharded(o)]
         if not wanted or _is_into_shards(func, leaves[0], wanted[0]):
             if func in READS:
                 own_args, own_kwargs = args, kwargs
@@ -98,7 +99,7 @@ def _used_in_tiles(
 
 
 def _as_computed(
-    func: Callable[..., Any], arguments: Any, owners: dict[int, Any], wanted: list[Any]
+    func: Callable[..., Any], arguments: Any, owners: dict[int, Any], wanted: list[UnitInUse]
 ) -> Any:
     """Run `func` on unsharded parameters, as modules compute with them."""
     with torch._C.DisableTorchFunctionSubclass():
@@ -115,7 +116,7 @@ def _as_computed(
     return outputs
 
 
-def _units_that_compute(owners: Iterable[Any], leaves: list[Any]) -> list[Any]:
+def _units_that_compute(owners: Iterable[Any], leaves: list[Any]) -> list[UnitInUse]:
     """The units of weights that meet activations: torch refuses products with another dtype."""
     plain = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, AT_REST)]
     dtypes = {leaf.dtype for leaf in plain}
@@ -165,7 +166,7 @@ def _await_values(
 ) -> None:
     """Wait for a step in the background; refuse to edit quantized bytes."""
     if owner.decoded:
-        refuse_edit(func, (owner.shown_bytes(), *args[1:]), kwargs)
+        refuse_edit(func, (owner.shown_sharded(), *args[1:]), kwargs)
     owner.unit.wait_step()
 
 
@@ -174,7 +175,7 @@ def _replaced(tree: Any, others: dict[int, Any]) -> Any:
     return tree_map(lambda leaf: others.get(id(leaf), leaf), tree) if others else tree
 
 
-def _is_into_shards(func: Callable[..., Any], target: Any, unit: Any) -> bool:
+def _is_into_shards(func: Callable[..., Any], target: Any, unit: UnitInUse) -> bool:
     """True for a write to a tensor that is cut as the unit is, as a user's average of weights."""
     is_shard = isinstance(target, DTensor) and not isinstance(target, AT_REST)
     return is_shard and target.device_mesh == unit.context.mesh and writes(func)
@@ -337,13 +338,6 @@ def drop_values(parameter: nn.Parameter) -> None:
         parameter._local_tensor = parameter._local_tensor.new_empty(0)
     else:
         parameter.data = parameter.data.new_empty(0)
-
-
-def invalidate(parameter: nn.Parameter, why: Callable[[], StateError]) -> None:
-    """Make every later use of the object a `StateError` that says `why`."""
-    kind: Any = StaleDTensor if isinstance(parameter, DTensor) else StaleParameter
-    parameter.__class__ = kind
-    setattr(parameter, "_why", why)  # noqa: B010 - the class is new, the object is not
 
 
 def introduce(parameter: Tensor, owner: Owner) -> None:

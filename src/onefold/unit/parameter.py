@@ -5,6 +5,8 @@ local      [own rows] of the weight at rest, a view of the unit's weight buffer
 unsharded  what modules compute with: [all rows] in the compute dtype, a view of the full buffer
 """
 
+from __future__ import annotations
+
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from functools import cached_property, partial
@@ -17,13 +19,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from onefold.errors import StateError
-from onefold.layout import packed
 from onefold.layout.model_axes import local_of
 from onefold.layout.units import Owned
 from onefold.unit import dtensors, logical, refusals, shown_grads, user_hooks, whole
-from onefold.unit.context import UnitSpec
-from onefold.unit.decoded import DecodedWeight, PackedMatrix
-from onefold.unit.quantized_bytes import QuantizedBytes
+from onefold.unit.context import UnitInUse, UnitSpec
+from onefold.unit.forms import Form, Forms, invalidate, take
 from onefold.unit.sharded_form import ShardedForm
 from onefold.wire.collectives import Group
 
@@ -31,7 +31,9 @@ from onefold.wire.collectives import Group
 class UnitParameter(ShardedForm):
     """One parameter of a unit: its owners in the module tree, its sharded and unsharded forms."""
 
-    def __init__(self, unit: Any, spec: UnitSpec, index: int, weight: Tensor, owned: Owned) -> None:
+    def __init__(
+        self, unit: UnitInUse, spec: UnitSpec, index: int, weight: Tensor, owned: Owned
+    ) -> None:
         self.find_unit = ref(unit)
         self.index = index  # in the unit
         self.model = owned.model  # its cut over model axes
@@ -39,18 +41,14 @@ class UnitParameter(ShardedForm):
         self.full_nbytes = self.slot.numel * spec.compute_dtype.itemsize  # unsharded
         self.rename(self.slot.fqn)
         self.places = owned.places
-        self._read_table = None if owned.table is None else owned.table.read
-        self._kind: Any = dtensors.UnshardedParameter  # the class of `unsharded`
-        self._attributes: dict[str, Any] = {}  # that modules expect of a packed weight
         self._kernel_places = owned.kernel_places
-        self.decoded: DecodedWeight | None = None  # the numbers of a quantized weight
+        self.forms: Forms  # of `unsharded`
         self._bare: Tensor  # the values of `unsharded`, for kernels
         self._is_hooked = False
         self.first_hooks: OrderedDict[int, Callable[[Tensor], object]] = OrderedDict()
         self.num_hooks = 0  # that refuse a gradient of the sharded parameter
         self._template: DTensor | None = None
         self.is_dtensor = False  # its sharded form is one
-        self.stale_kind: Any = None  # the class of `unsharded` while its bytes are gone
         self._empty = self.local.new_empty(0)
         self._data: Tensor | None = None  # `sharded.data`, once somebody read it
         self._before_edit: Tensor | None = None  # own rows when `unsharded.data` was read
@@ -74,30 +72,24 @@ class UnitParameter(ShardedForm):
         self._template = self.make_template()
         assert self._template is not None, "rows move between ranks, which see DTensors"
         sharded: Any = self.sharded
-        sharded._local_tensor, sharded._spec = self._shown_local, self._template._spec
+        sharded._local_tensor, sharded._spec = self.shown_local, self._template._spec
 
     @property
     def unit(self) -> Any:
-        """The `Unit`, untyped: it is built of these. Raises `StateError` if it was deleted."""
+        """The `Unit`, for rooms above. Raises `StateError` if it was deleted."""
         unit = self.find_unit()
         if unit is None:
             raise refusals.DELETED(self.fqn)
         return unit
 
     @property
-    def _shown_local(self) -> Tensor:
-        """Own rows as users see them in a DTensor; those of a quantized weight refuse edits."""
-        return self.local if self.decoded is None else self._as_bytes(self.local)
+    def shown_local(self) -> Tensor:
+        """Own rows as users see them in a DTensor."""
+        return self.local
 
-    def _as_bytes(self, own: Tensor) -> Tensor:
-        return QuantizedBytes.of(own, tuple(self.local.shape), ref(self))
-
-    def shown_bytes(self) -> Tensor:
-        """The sharded parameter of a quantized weight, as a tensor that refuses edits."""
-        if self._template is not None:
-            return self.sharded
-        with torch._C.DisableTorchFunctionSubclass():  # a detached tensor shares its version
-            return self._as_bytes(self.sharded.detach())
+    def shown_sharded(self) -> Tensor:
+        """The sharded parameter, for an operation at rest."""
+        return self.sharded
 
     @property
     def stepped(self) -> Tensor:
@@ -131,15 +123,10 @@ class UnitParameter(ShardedForm):
 
     # its two forms
 
-    @property
-    def is_table(self) -> bool:
-        """True for a side table of a packed weight: it is in no module."""
-        return self._read_table is not None
+    is_table = False  # a side table of a packed weight: it is in no module
 
     def current(self) -> Tensor | None:
         """The tensor in its place: this one, or one that the user put there."""
-        if self._read_table is not None:
-            return self._read_table()
         parameters, name = self.places[0]
         return parameters.get(name)
 
@@ -170,36 +157,30 @@ class UnitParameter(ShardedForm):
 
         `full` gives views of the unit's full buffer.
         """
-        if isinstance(original, packed.QuantizedWeight):
-            message = full(self.slot.full_offset, self.slot.shape)
-            self.decoded = DecodedWeight(original, message, self.spec.context, self.label)
-            if self.decoded.is_multiplied:
-                self._kind, self._attributes = PackedMatrix, self.decoded.attributes
-        elif self.spec.is_packed:
-            self._kind, self._attributes = type(original), packed.attributes_of(original)
-            vars(original).update(self._attributes)
         self._make_sharded(original)
         vars(self.sharded).update(self.attributes_on(original))
         if self.spec.computes_on_sharded:
             self.unsharded = self.sharded
         else:
-            view = self._bare = full(self.slot.full_offset, self.slot.shape)
-            if self.decoded is not None:
-                view = self.decoded.shown
-            if self.model is not None:
-                view = self.model.over(view)
-                is_cut = isinstance(view, DTensor)
-                self._kind = dtensors.UnshardedDTensor if is_cut else dtensors.UnshardedParameter
+            self._bare = full(self.slot.full_offset, self.slot.shape)
+            view = self._computed(self._bare)
             self.unsharded = nn.Parameter(view, requires_grad=False)
             vars(self.unsharded).update(self.attributes)
             dtensors.introduce(self.unsharded, ref(self))
             why = partial(refusals.STALE, self.fqn, where=self.spec.context.where)
-            dtensors.invalidate(self.unsharded, why)
-        self.stale_kind = self.unsharded.__class__
+            self.forms = self._forms_over(view, invalidate(self.unsharded, why))
         if self.sharded.requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
                 self.follow_requires_grad()
         self.show(self.sharded)
+
+    def _computed(self, view: Tensor) -> Tensor:
+        """What modules compute with, over a `view` [all rows] of the full buffer."""
+        return view if self.model is None else self.model.over(view)
+
+    def _forms_over(self, view: Tensor, stale: Form) -> Forms:
+        """The forms of the unsharded parameter over `view`."""
+        return Forms(Form.OVER_AXES if isinstance(view, DTensor) else Form.UNSHARDED, stale)
 
     def _make_sharded(self, original: nn.Parameter) -> None:
         spec, context = self.spec, self.spec.context
@@ -209,20 +190,20 @@ class UnitParameter(ShardedForm):
         self.is_dtensor = self._template is not None
         if self._template is not None:
             self.sharded = dtensors.sharded_parameter(
-                self._shown_local, self._template, ref(self), self.label
+                self.shown_local, self._template, ref(self), self.label
             )
             self.sharded.requires_grad_(requires_grad)
             user_hooks.carry_over(original, self.sharded)
             dtensors.drop_values(original)  # whoever holds the object holds no bytes
             why = partial(refusals.REPLACED, self.fqn, where=context.where)
-            dtensors.invalidate(original, why)
+            invalidate(original, why)
         else:
             original.data = self.local
             whole.introduce(original, ref(self))
             if not spec.computes_on_sharded:
-                original.__class__ = dtensors.ReplicatedParameter
+                take(Form.REPLICATED, (original,))
             elif context.master.itemsize > spec.dtype.itemsize and spec.dtype.is_floating_point:
-                original.__class__ = dtensors.PlainSharded
+                take(Form.WATCHED, (original,))
             self.sharded = original
         if not spec.computes_on_sharded and requires_grad:
             self.sharded.register_post_accumulate_grad_hook(dtensors.DirectUse(ref(self)))
@@ -231,11 +212,10 @@ class UnitParameter(ShardedForm):
             self.sharded.grad_dtype = None  # a partial gradient shows in the compute dtype
 
     def show_unsharded(self) -> None:
-        """Show the unsharded parameter, whose values have just been gathered."""
+        """Show the unsharded parameter, which has its form: values have just been gathered."""
         sharded, unsharded = self.sharded, self.unsharded
         wanted = sharded.requires_grad
         if unsharded is not sharded:
-            unsharded.__class__ = self._kind
             for parameters, name in self.places:
                 parameters[name] = unsharded
             for state, name in self._kernel_places:
@@ -246,19 +226,13 @@ class UnitParameter(ShardedForm):
 
     def plain(self, view: Tensor) -> nn.Parameter:
         """A parameter over `view` [all rows] as it was before `shard`."""
-        if self.decoded is not None:
-            return nn.Parameter(self.decoded.plain(view), requires_grad=False)
         shown = view if self.model is None else self.model.over(view)
         parameter = nn.Parameter(shown, requires_grad=self.sharded.requires_grad)
         vars(parameter).update(self.attributes)
-        if self.spec.is_packed:
-            parameter.__class__ = self._kind
         return parameter
 
     def rows_of(self, plain: Tensor | None) -> Tensor | None:
         """Own rows of what `plain` has become, to be kept; None if it has another shape now."""
-        if self.decoded is not None and plain is not None and plain.shape == self.decoded.shape:
-            plain = self.decoded.message_of(plain)
         if plain is None or tuple(plain.shape) != self.shape:
             return None
         is_piece = self.model is None or self.model.is_plain or isinstance(plain, DTensor)
@@ -337,8 +311,6 @@ class UnitParameter(ShardedForm):
 
     def note_unsharded_data(self) -> None:
         """`.data` of the unsharded parameter was read: compare values at the next reshard."""
-        if self.decoded is not None:  # a frozen weight: reading is all
-            return
         if self.unsharded._version == self.version and not self.spec.is_resident:
             with torch.no_grad():
                 self._before_edit = self.own_piece(local_of(self.unsharded.detach())).clone()
@@ -349,9 +321,6 @@ class UnitParameter(ShardedForm):
 
         Elements that did not change stay as they rest, maybe in a wider dtype.
         """
-        if self.decoded is not None:
-            self.version = self.unsharded._version  # said once
-            raise self.touched("an edit of quantized numbers in a forward")
         before, self._before_edit = self._before_edit, None
         with torch.no_grad():
             now = self.own_piece(local_of(self.unsharded.detach()))
@@ -374,9 +343,8 @@ class UnitParameter(ShardedForm):
         return handle
 
     def detached(self) -> Tensor:
-        if self._template is None:
-            return self.shown_bytes()
-        shown = self.wrap(self._shown_local.detach())
+        """The sharded parameter as `detach` shows it, of this rank's memory."""
+        shown = self.wrap(self.shown_local.detach())
         if isinstance(shown, DTensor):
             shown.__class__ = logical.DetachedShard
             dtensors.introduce(shown, ref(self))
@@ -398,8 +366,7 @@ class UnitParameter(ShardedForm):
         with torch._C.DisableTorchFunctionSubclass():
             if self._template is None or torch.is_inference_mode_enabled():
                 self.unit.edits.bump(others=1)
-                sharded = self.sharded if self.decoded is None else self.shown_bytes()
-                return logical.as_logical(sharded.data)
+                return logical.as_logical(self.shown_sharded().data)
             if self._data is None:
                 self._data = self.sharded.data
                 self._data.__class__ = logical.ShownData

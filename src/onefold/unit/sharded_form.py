@@ -37,8 +37,7 @@ class ShardedForm:
     sharded: nn.Parameter
     _template: DTensor | None
     _empty: Tensor
-    _attributes: dict[str, Any]
-    decoded: DecodedWeight | None
+    decoded: DecodedWeight | None = None  # the numbers of a quantized weight
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -51,9 +50,7 @@ class ShardedForm:
         return self.attributes_on(self.sharded)
 
     def attributes_on(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """What they have put on one of its forms; of quantized weights, what modules expect."""
-        if self.spec.is_packed or self.decoded is not None:
-            return self._attributes
+        """What they have put on one of its forms."""
         return {name: value for name, value in vars(parameter).items() if name not in OURS}
 
     @property

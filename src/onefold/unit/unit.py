@@ -34,9 +34,11 @@ from onefold.unit import refusals
 from onefold.unit.buffer import Buffer
 from onefold.unit.context import Context, UnitSpec
 from onefold.unit.decoded import DecodedWeight
+from onefold.unit.forms import Forms, take
 from onefold.unit.gather import UnitGather, gather_of
 from onefold.unit.gradient import UnitGradient
 from onefold.unit.init import Values, rows_in_files
+from onefold.unit.packed_parameter import class_of
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.quantized_bytes import plain_bytes
 from onefold.unit.tiles import TiledWeight
@@ -79,9 +81,10 @@ class Unit(UnitWeights):
         self._is_checked = False  # that every rank could read its rows for the full buffer
         self._gathered = -1  # `edits` when the full buffer was filled
         self.parameters = [
-            UnitParameter(self, self.spec, number, self.weight.tensor, member)
+            class_of(member)(self, self.spec, number, self.weight.tensor, member)
             for number, member in enumerate(plan.members)
         ]
+        self._forms: dict[Forms, list[Tensor]] = {}  # of their unsharded objects
         self.decoded: list[DecodedWeight] = []  # before modules compute with them
         self.multiplied: list[DecodedWeight] = []  # only where an operation asks for numbers
         self._tile_nbytes = plan.tile_nbytes
@@ -139,6 +142,8 @@ class Unit(UnitWeights):
                     is_multiplied = parameter.decoded.is_multiplied
                     (self.multiplied if is_multiplied else self.decoded).append(parameter.decoded)
                 self.edits.watch(parameter.sharded)
+                if parameter.unsharded is not parameter.sharded:
+                    self._forms.setdefault(parameter.forms, []).append(parameter.unsharded)
             self._read_own_rows(promised, values)
         if not self.is_resident:
             self.unsharded.release()
@@ -204,6 +209,8 @@ class Unit(UnitWeights):
         for weight in self.decoded:
             weight.fill()
         with torch._C.DisableTorchFunctionSubclass():
+            for forms, unsharded in self._forms.items():
+                take(forms.shown, unsharded, forms.library)
             for parameter in self.parameters:
                 parameter.show_unsharded()
         self.state = UnitState.UNSHARDED
@@ -252,8 +259,8 @@ class Unit(UnitWeights):
                     self._await_gather()
             self._fresh = False
             if self.unsharded.is_held:
-                for parameter in self.parameters:  # reading them is an error from now on
-                    parameter.unsharded.__class__ = parameter.stale_kind
+                for forms, unsharded in self._forms.items():
+                    take(forms.stale, unsharded)  # reading them is an error from now on
                 for weight in self.decoded:
                     weight.release()
                 if not keeps_bytes:
