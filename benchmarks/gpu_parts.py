@@ -176,7 +176,7 @@ def looped(ask: Ask, codec: str, *, packs: bool) -> list[Tensor]:
     """What a rank alone receives from itself, by the whole transport, in CPU memory."""
     torch.manual_seed(0)
     full, sums = torch.randn(1 << 18), [torch.randn(1 << 17) for _ in SHAPES]
-    layout, group = Layout.build(SHAPES, 1), Group.of(dist.group.WORLD)
+    layout, group = Layout.build(SHAPES, 1), Group.from_handle(dist.group.WORLD)
     links = Links(ask.device, Ledger(), torch.float32, loops=True, packs=packs)
     transport = links.transport(group, codec)
     group = transport.group

@@ -131,7 +131,7 @@ def _shard(
     ranks = meshes.find_and_meet(mesh, timeout)
 
     with announcing(ranks.everyone):
-        tree = ModuleTree.of(module)
+        tree = ModuleTree.from_root(module)
         examine_mine = partial(examine, tree, optimizer, choices, ranks.everyone)
         arguments = examine_together(ranks, examine_mine, tree)
         frozen = arguments.recipe.precision.frozen
@@ -278,7 +278,7 @@ def _rates(engine: Engine) -> tuple[float | None, float | None]:
     """Rates of the last steps; the first report after a step starts to measure."""
     if engine.is_inference or engine.ledger.steps == engine.ledger.loaded_steps:
         return None, None
-    return Meter.of(engine).rates() or (None, None)
+    return Meter.on_engine(engine).rates() or (None, None)
 
 
 def _predicted_peaks(engine: Engine) -> dict[str, int]:

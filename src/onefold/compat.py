@@ -28,7 +28,7 @@ class Names:
     swap: str  # of an untyped storage: exchange the bytes of two; empty if there is none
 
     @staticmethod
-    def of(package: Any) -> Names:
+    def from_package(package: Any) -> Names:
         """Find the names in `package`, which is torch. Raises `ConfigError` if one is missing."""
         group, storage = package.distributed.ProcessGroup, package.UntypedStorage
         return Names(
@@ -54,7 +54,7 @@ def _first(owner: Any, *names: str) -> str:
     raise ConfigError(f"{owner.__name__} of torch to have {' or '.join(names)}", "none", hint=hint)
 
 
-NAMES = Names.of(torch)
+NAMES = Names.from_package(torch)
 
 
 def known_fields(kind: Callable[..., Any], **fields: Any) -> dict[str, Any]:

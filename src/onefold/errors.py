@@ -79,7 +79,7 @@ class Failure:
     text: str
 
     @staticmethod
-    def of(error: BaseException, rank: int, kind: type[OnefoldError]) -> Failure:
+    def from_error(error: BaseException, rank: int, kind: type[OnefoldError]) -> Failure:
         """Name the rank; errors that are not ours become a `kind` that names their type."""
         if isinstance(error, OnefoldError):
             return Failure(type(error), f"rank {rank}: {error}")

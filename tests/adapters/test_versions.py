@@ -113,7 +113,7 @@ SWAP = ("_swap_data_ptr_",)
     [((*OLD, ()), OLD), ((*OLD, SWAP), OLD), ((*ANY, SWAP), NEW), ((*NEW, SWAP), NEW)],
 )
 def test_a_name_is_chosen_that_this_torch_has(names, chosen):
-    found = compat.Names.of(package(*names))
+    found = compat.Names.from_package(package(*names))
     assert ((found.all_gather, found.all_to_all), (found.reduce_scatter,)) == chosen
     assert found.swap == "".join(names[2])
 
@@ -128,7 +128,7 @@ def test_the_installed_torch_has_every_chosen_name():
 
 def test_a_torch_without_any_of_the_names_is_refused_by_name():
     with pytest.raises(ConfigError, match=r"ProcessGroup of torch to have all_to_all_single or "):
-        compat.Names.of(package(("all_gather_single",), *OLD[1:], ()))
+        compat.Names.from_package(package(("all_gather_single",), *OLD[1:], ()))
 
 
 @pytest.mark.parametrize(("swap", "lines"), [("_swap_data_ptr_", 0), ("", 1)])

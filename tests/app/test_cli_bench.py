@@ -64,7 +64,7 @@ def _thread_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     @contextmanager
     def joined(**_: object) -> Iterator[World]:
-        yield World(Group.of(dist.group.WORLD), torch.device("cpu"))
+        yield World(Group.from_handle(dist.group.WORLD), torch.device("cpu"))
 
     def launched(argv: list[str], ranks: int) -> int:
         def as_rank(rank: int) -> object:
@@ -197,7 +197,7 @@ def test_a_link_is_measured_bare_and_under_the_engines_collectives(capsys, monke
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_rank_goes_through_the_same_rounds_and_finds_its_own_rates(world_size):
     def body(rank: int) -> dict[str, Any]:
-        world = World(Group.of(dist.group.WORLD), torch.device("cpu"))
+        world = World(Group.from_handle(dist.group.WORLD), torch.device("cpu"))
         return json.loads(json.dumps(measure_link(world, 0.02)))
 
     found = run_ranks(world_size, body)

@@ -347,7 +347,7 @@ def test_words_of_a_tokenizer_join_to_its_text():
             return bytes(tokens).decode("utf-8", "replace")
 
     words = Words(Tokenizer())
-    assert words.of("ab") == [97, 98]
+    assert words.ids_of("ab") == [97, 98]
     parts = [words.text([token]) for token in "é\n€x".encode()]
     assert "".join(parts) == "é\n€x"
     assert words.text([0xE2]) == ""

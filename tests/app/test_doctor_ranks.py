@@ -42,7 +42,7 @@ def test_doctor_measures_each_rank_and_each_pair():
 
 
 def world_of(rank: int) -> World:
-    return World(Group.of(dist.group.WORLD), torch.device("cpu"))
+    return World(Group.from_handle(dist.group.WORLD), torch.device("cpu"))
 
 
 def _measure_three(rank: int) -> None:

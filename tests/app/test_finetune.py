@@ -313,8 +313,8 @@ def test_a_folder_that_cannot_be_tuned_on_chats_is_named(work, change, words, mo
     monkeypatch.chdir(work)
     job = FinetuneJob(model="model", data="chats.jsonl", out="tuned", seq=48)
     with pytest.raises(ConfigError, match=words):
-        finetune(job, open_rows(Path(job.data)), World(Group.of(None), torch.device("cpu")),
-                 FinetuneObserver())  # fmt: skip
+        world = World(Group.from_handle(None), torch.device("cpu"))
+        finetune(job, open_rows(Path(job.data)), world, FinetuneObserver())
 
 
 def encoder(path: Path) -> None:

@@ -64,7 +64,7 @@ class Notes(TrainObserver):
 
 
 def world_of_one() -> World:
-    return World(Group.of(None), CPU)
+    return World(Group.from_handle(None), CPU)
 
 
 def unseeded_gpt() -> nn.Module:
@@ -394,7 +394,7 @@ def test_a_run_holds_the_closed_form_and_gives_every_rank_the_same_result(
 
     def body(rank: int) -> tuple[Notes, object]:
         notes = Notes()
-        return notes, train(job, World(Group.of(dist.group.WORLD), CPU), notes)
+        return notes, train(job, World(Group.from_handle(dist.group.WORLD), CPU), notes)
 
     results = run_ranks(world_size, body)
     notes, first = results[0]
@@ -417,7 +417,7 @@ def test_losses_are_those_of_one_process_however_rows_are_cut(folder, accumulate
     job = Job(model=UNSEEDED, accumulate=accumulate, **options)
 
     def body(rank: int) -> object:
-        return train(job, World(Group.of(dist.group.WORLD), CPU), Notes())
+        return train(job, World(Group.from_handle(dist.group.WORLD), CPU), Notes())
 
     result = run_ranks(world_size, body)[0]
     assert result.losses == pytest.approx(alone.losses, rel=1e-5)
@@ -473,7 +473,7 @@ def test_a_folder_with_weights_is_trained_from_them(
             return train(job, world_of_one(), Notes()).losses
 
         def body(rank: int) -> list[float]:
-            return train(job, World(Group.of(dist.group.WORLD), CPU), Notes()).losses
+            return train(job, World(Group.from_handle(dist.group.WORLD), CPU), Notes()).losses
 
         return run_ranks(world_size, body)[0]
 

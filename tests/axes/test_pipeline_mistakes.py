@@ -124,7 +124,7 @@ def axes(rank: int, folder: str) -> None:
     )
     message = "axes whose lengths multiply to the world, got a pipeline of 3 times"
     refused(message, lambda: onefold.pipeline(made, tied=[]))
-    engine_of(part).join_pipeline(Pipeline(Group.of(dist.group.WORLD), 1))
+    engine_of(part).join_pipeline(Pipeline(Group.from_handle(dist.group.WORLD), 1))
     message = "a pipeline axis and the ranks of a stage that multiply to 4, got 4 and "
     refused(message, lambda: onefold.save(f"{folder}/saved", part), CheckpointError)
 

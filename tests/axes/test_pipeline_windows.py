@@ -31,7 +31,7 @@ def planned(free: int, virtual: int, limit: int | None) -> list[Kept]:
     found = trace(model, tokens_of(1, SEQ))
     axes = ModelAxes(pp=2, virtual=virtual)
     recipe = Recipe(world_size=2 * DATA, local_world_size=2 * DATA)
-    job = ComposedJob(axes, Anatomy.of(model, found.units), recipe, SEQ, 4)
+    job = ComposedJob(axes, Anatomy.dissect(model, found.units), recipe, SEQ, 4)
     return [rank_of(found, job, rank, free, limit) for rank in range(axes.pp)]
 
 

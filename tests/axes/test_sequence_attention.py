@@ -67,7 +67,7 @@ def attend(parts, heads, kv_heads, kind, **options):
     def body(rank):
         _, of = masks(kind, parts, heads)
         own = [piece(each, rank, parts) for each in tensors(heads, kv_heads, parts)]
-        split = SplitAttention(Group.of(dist.group.WORLD))
+        split = SplitAttention(Group.from_handle(dist.group.WORLD))
         out = split(*own, of(rank), enable_gqa=True, **options)
         return [out, *torch.autograd.grad((out * piece(weight, rank, parts)).sum(), own)]
 
@@ -109,7 +109,7 @@ def test_learned_biases_get_the_gradient_of_one_process():
 
     def body(rank):
         own = [piece(each, rank, parts) for each in tensors(heads, heads, parts)]
-        split = SplitAttention(Group.of(dist.group.WORLD))
+        split = SplitAttention(Group.from_handle(dist.group.WORLD))
         mine, rows = bias.clone().requires_grad_(), piece(bias, rank, parts, 1)
         split(*own, mine).square().sum().backward()
         split(*own, rows).square().sum().backward()
@@ -130,7 +130,7 @@ def test_values_of_another_width_other_dtypes_and_no_axis_of_rows():
 
         def body(rank, whole=whole):
             own = [piece(each, rank, 2) for each in whole]
-            split = SplitAttention(Group.of(dist.group.WORLD))
+            split = SplitAttention(Group.from_handle(dist.group.WORLD))
             keys = [piece(each[:, :, ::3], rank, 2) for each in whole[1:]]
             return split(*own, is_causal=True), split(*(e[0] for e in own)), split(own[0], *keys)
 
@@ -144,7 +144,9 @@ def test_dropout_draws_on_each_rank_and_keeps_the_mean():
     def body(rank):
         generator = torch.Generator().manual_seed(rank)
         own = [torch.randn(8, 4, 16, WIDTH, generator=generator) for _ in range(2)]
-        out = SplitAttention(Group.of(dist.group.WORLD))(*own, torch.ones_like(own[0]), None, 0.5)
+        out = SplitAttention(Group.from_handle(dist.group.WORLD))(
+            *own, torch.ones_like(own[0]), None, 0.5
+        )
         return out
 
     out = torch.cat(run_ranks(2, body))
@@ -154,7 +156,7 @@ def test_dropout_draws_on_each_rank_and_keeps_the_mean():
 
 def test_under_autocast_tensors_travel_in_its_dtype():
     def body(rank):
-        split = SplitAttention(Group.of(dist.group.WORLD))
+        split = SplitAttention(Group.from_handle(dist.group.WORLD))
         own = [piece(each, rank, 2) for each in tensors(2, 2, 2, torch.float32)]
         with torch.autocast("cpu", torch.bfloat16):
             out = split(*own)
@@ -169,7 +171,7 @@ def test_bytes_are_four_transfers_of_the_local_activations_forward_and_as_many_b
     for parts, (heads, kv_heads) in product((2, 4), ((8, 8), (8, 4))):
 
         def body(rank, parts=parts, heads=heads, kv_heads=kv_heads):
-            counting = CountingGroup.of(dist.group.WORLD)
+            counting = CountingGroup.from_handle(dist.group.WORLD)
             own = [piece(each, rank, parts) for each in tensors(heads, kv_heads, parts)]
             out = SplitAttention(counting)(*own, is_causal=True, enable_gqa=True)
             forward = list(SENT[rank])
@@ -195,7 +197,7 @@ class CountingGroup(Group):
     __slots__ = ()
 
     @staticmethod
-    def of(handle):
+    def from_handle(handle):
         return CountingGroup(dist.get_rank(handle), dist.get_world_size(handle), handle)
 
     def all_to_all(self, out, sent, numels_out, numels_sent):
@@ -205,12 +207,12 @@ class CountingGroup(Group):
 
 
 def test_groups_that_ranks_cut_are_copied_to_both():
-    cut = HeadCut.of(6, 2, 4)
+    cut = HeadCut.over_parts(6, 2, 4)
     assert [list(cut.queries(r)) for r in range(4)] == [[0], [1, 2], [3], [4, 5]]
     assert [list(cut.keys(r)) for r in range(4)] == [[0], [0], [1], [1]]
-    cut = HeadCut.of(6, 2, 4)
-    assert HeadCut.of(8, 2, 4).repeats(1) == 2
-    uneven = HeadCut.of(10, 2, 3)
+    cut = HeadCut.over_parts(6, 2, 4)
+    assert HeadCut.over_parts(8, 2, 4).repeats(1) == 2
+    uneven = HeadCut.over_parts(10, 2, 3)
     assert [uneven.repeats(r) for r in range(3)] == [3, None, 4]
     assert uneven.reads(1) == [0, 0, 1]
 
@@ -236,7 +238,7 @@ def test_what_cannot_be_exchanged_is_an_error_on_every_rank(change, error, messa
         if "is_dtensor" in change:
             own[1] = DTensor.from_local(own[1], init_device_mesh("cpu", (2,)))
         own[0] = own[0][: change.get("rows", ROWS)]
-        split = SplitAttention(Group.of(dist.group.WORLD))
+        split = SplitAttention(Group.from_handle(dist.group.WORLD))
         split.pad(change.get("padding", 0))
         with pytest.raises(error, match=message):
             split(*own, change.get("mask"), is_causal=change.get("is_causal", False))
@@ -255,7 +257,7 @@ def test_masks_of_a_length_before_padding_hide_the_padding():
 
     def body(rank):
         own = [piece(F.pad(each, (0, 0, 0, 1), value=9.0), rank, 2) for each in whole]
-        split = SplitAttention(Group.of(dist.group.WORLD))
+        split = SplitAttention(Group.from_handle(dist.group.WORLD))
         split.pad(1)
         return [split(*own, each) for each in (mask, bias, mask[None, None, -1:])]
 
@@ -270,7 +272,7 @@ def test_processes_exchange_in_each_dtype_over_gloo():
 
 
 def over_gloo(rank):
-    group = Group.of(dist.group.WORLD)
+    group = Group.from_handle(dist.group.WORLD)
     for dtype, relative in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.05)):
         whole = [each.requires_grad_() for each in tensors(4, 2, 3, dtype)]
         wanted = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)

@@ -262,7 +262,7 @@ def _clip_two_meshes(rank: int, group_axis: str | None) -> tuple[float, float, N
     run = Run(2, 2, dtype=torch.float64)
     run.backward(0)
     if group_axis is not None:  # as pipeline ranks hold other parameters
-        axis = Group.of(run.mesh[group_axis].get_group())
+        axis = Group.from_handle(run.mesh[group_axis].get_group())
         engine_of(run.model).join_pipeline(Pipeline(axis, 1))
         found = onefold.clip_grad_norm_(run.model.parameters(), 0.1)
         return float(found), 0.0, grads_of(run.model), {}

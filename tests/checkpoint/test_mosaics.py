@@ -34,7 +34,7 @@ SOURCES = {
     "b": -torch.arange(4 * 6 * 8.0).reshape(4, 6, 8),
     "w": torch.arange(16 * 8.0).reshape(16, 8) + 0.5,
 }
-MOSAICS = {name: Mosaic.of(name, value.shape, value.dtype) for name, value in SOURCES.items()}
+MOSAICS = {name: Mosaic.blank(name, value.shape, value.dtype) for name, value in SOURCES.items()}
 
 CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "fuse experts": lambda d: torch.cat([torch.stack(list(d["a"])), d["b"]], 1).transpose(1, 2),

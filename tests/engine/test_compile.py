@@ -411,7 +411,7 @@ def job(tmp_path):
 @pytest.mark.again("tests/engine/test_compile.py::test_compiled_losses_equal_uncompiled_ones")
 def test_a_compiled_run_has_the_losses_of_an_uncompiled_one(job, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[2])
-    one = World(Group.of(None), torch.device("cpu"))
+    one = World(Group.from_handle(None), torch.device("cpu"))
     wanted = train_job(replace(job, compile=False), one, TrainObserver())
     found = train_job(job, one, TrainObserver())
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, (

@@ -17,7 +17,7 @@ def test_a_library_that_is_not_there_or_none_is_no_kernel(tmp_path):
     text = tmp_path / "text.so"
     text.write_text("not a library")
     assert library(text) is None
-    assert AdamKernel.of(None) == []
+    assert AdamKernel.offered_by(None) == []
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
@@ -27,7 +27,7 @@ def test_a_library_that_lacks_a_kernel_has_none_for_any_cpu(tmp_path, monkeypatc
     assert compiling.compile_library(["cc"], tmp_path / "other.so") == ""
     found = library(tmp_path / "other.so")
     assert found is not None
-    assert AdamKernel.of(found) == []
+    assert AdamKernel.offered_by(found) == []
 
 
 @pytest.mark.parametrize("compiler", [["no-such-compiler"], ["false"]])

@@ -43,7 +43,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[AdamKernel]:
         pytest.skip("needs a C compiler")
     path = tmp_path_factory.mktemp("native") / "kernel.so"
     assert compiling.compile_library(["cc"], path) == ""
-    found = AdamKernel.of(library(path))
+    found = AdamKernel.offered_by(library(path))
     if not found:
         pytest.skip("this CPU has no fma")
     return found

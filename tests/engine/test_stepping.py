@@ -81,7 +81,7 @@ def test_what_is_streamed_takes_a_few_slots_whatever_the_size_of_the_model(rank,
 
 
 def test_a_cpu_has_nothing_to_choose():
-    group = Group.of(None)
+    group = Group.from_handle(None)
     asked = Offload(optimizer="cpu")
     assert stepper_of(asked, CPU, group) == (replace(asked, step="cpu"), "")
     files = replace(asked, parameters="disk", disk=".")
@@ -98,7 +98,7 @@ def test_a_cpu_has_nothing_to_choose():
 )  # fmt: skip
 def test_the_faster_way_is_taken_and_says_what_was_measured(rates, step, word, monkeypatch):
     monkeypatch.setattr("onefold.compose.stepping.measured", lambda device, cores: rates)
-    offload, told = stepper_of(Offload(optimizer="cpu"), GPU, Group.of(None))
+    offload, told = stepper_of(Offload(optimizer="cpu"), GPU, Group.from_handle(None))
     assert offload.step == step
     assert word in told
 
@@ -106,7 +106,7 @@ def test_the_faster_way_is_taken_and_says_what_was_measured(rates, step, word, m
 def test_ranks_agree_on_the_slowest_of_them():
     def body(rank: int) -> StepRates:
         mine = StepRates(cpu=[30e9, 20e9, 40e9][rank], link=[9e9, 12e9, 8e9][rank])
-        return slowest(mine, Group.of(torch.distributed.group.WORLD))
+        return slowest(mine, Group.from_handle(torch.distributed.group.WORLD))
 
     assert run_ranks(3, body) == [StepRates(20e9, 8e9)] * 3
 
@@ -114,7 +114,7 @@ def test_ranks_agree_on_the_slowest_of_them():
 def test_all_do_without_where_one_rank_has_no_room_to_measure():
     def body(rank: int) -> StepRates | None:
         mine = StepRates(1e9, 1e9) if rank else None
-        return slowest(mine, Group.of(torch.distributed.group.WORLD))
+        return slowest(mine, Group.from_handle(torch.distributed.group.WORLD))
 
     assert run_ranks(2, body) == [None, None]
 

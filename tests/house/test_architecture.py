@@ -246,12 +246,13 @@ def own_attributes(tree: ast.AST) -> set[str]:
 
 
 def makes_an_object(value: ast.expr) -> bool:
-    """True for `Kind(...)`, `Kind[int](...)`, `Kind.of(...)` and copies."""
+    """True for `Kind(...)`, `Kind[int](...)`, `Kind.from_rows(...)` and copies."""
     called = value.func if isinstance(value, ast.Call) else None
     if isinstance(called, ast.Subscript):
         called = called.value
     word = getattr(called, "attr", getattr(called, "id", ""))
-    return word[:1].isupper() or word in ("of", "copy", "deepcopy")
+    kind = getattr(getattr(called, "value", None), "id", "")
+    return word[:1].isupper() or kind[:1].isupper() or word in ("copy", "deepcopy")
 
 
 def assigned_from_outside(text: str) -> list[str]:

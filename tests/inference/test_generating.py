@@ -102,7 +102,7 @@ def test_units_that_fit_are_kept_and_the_others_gathered_in_every_forward():
 )  # fmt: skip
 def test_kept_units_never_take_more_than_the_room(sizes, room, ahead):
     units = [UnitFacts(size, is_resident=size % 7 == 0, is_tiled=size % 11 == 0) for size in sizes]
-    gathered = GatheredUnits.of(units, ahead)
+    gathered = GatheredUnits.from_facts(units, ahead)
     kept = gathered.window(room)
     movable = {i for i, unit in enumerate(units) if not (unit.is_resident or unit.is_tiled)}
     assert kept <= movable
@@ -112,7 +112,7 @@ def test_kept_units_never_take_more_than_the_room(sizes, room, ahead):
 
 
 def test_kept_units_lie_evenly_between_the_others():
-    kept = GatheredUnits.of([UnitFacts(1)] * 12, 1).window(9)
+    kept = GatheredUnits.from_facts([UnitFacts(1)] * 12, 1).window(9)
     assert kept == {0, 2, 4, 6, 8, 10}
 
 

@@ -48,7 +48,7 @@ def test_without_an_accelerator_it_stays():
 
 @every_rank(2)
 def test_a_group_or_a_mesh_for_cpus_keeps_it_there(rank, eight_devices):
-    group = Group.of(dist.group.WORLD)
+    group = Group.from_handle(dist.group.WORLD)
     assert devices.device_of(owned("cpu"), group) == torch.device("cpu")
     mesh = init_device_mesh("cpu", (2,))
     assert devices.device_of(owned("cpu"), ALONE, mesh) == torch.device("cpu")
@@ -58,7 +58,7 @@ def test_a_group_for_both_kinds_moves_it(eight_devices, monkeypatch):
     monkeypatch.setattr(devices, "_backends", lambda handle: "cpu:gloo,cuda:nccl")
 
     def body(rank):
-        group = Group.of(dist.group.WORLD)
+        group = Group.from_handle(dist.group.WORLD)
         assert devices.device_of(owned("cpu"), group) == torch.device("cuda", 3)
 
     run_ranks(2, body)
@@ -75,7 +75,7 @@ def test_more_ranks_than_devices_is_an_error_that_says_what_to_start(eight_devic
 @every_rank(2)
 def test_two_ranks_on_one_device_is_an_error_on_both_that_names_local_rank(rank):
     with pytest.raises(onefold.ConfigError) as caught:
-        devices.check_devices(torch.device("cuda", 0), Group.of(dist.group.WORLD))
+        devices.check_devices(torch.device("cuda", 0), Group.from_handle(dist.group.WORLD))
     assert f"cuda:0 on ranks 0 and 1, both on host {socket.gethostname()!r}" in str(caught.value)
     assert "LOCAL_RANK" in str(caught.value)
     assert "ONEFOLD_SHARE_DEVICES=1" in str(caught.value)
@@ -85,7 +85,7 @@ def test_two_ranks_on_one_device_is_an_error_on_both_that_names_local_rank(rank)
 def test_a_rank_whose_module_stayed_on_the_cpu_is_named(rank):
     device = torch.device("cuda", 0) if rank == 0 else torch.device("cpu")
     with pytest.raises(onefold.ConfigError, match="cuda:0 on rank 0 and cpu on rank 1"):
-        devices.check_devices(device, Group.of(dist.group.WORLD))
+        devices.check_devices(device, Group.from_handle(dist.group.WORLD))
 
 
 def test_a_lone_rank_hears_once_of_the_devices_it_leaves_idle(eight_devices):
@@ -102,7 +102,7 @@ def test_a_flag_for_tests_lets_ranks_share_a_device(eight_devices, monkeypatch):
     assert devices.own_device_index() == 1
 
     def body(rank):
-        devices.check_devices(torch.device("cuda", 0), Group.of(dist.group.WORLD))
+        devices.check_devices(torch.device("cuda", 0), Group.from_handle(dist.group.WORLD))
 
     run_ranks(3, body)
 

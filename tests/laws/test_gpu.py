@@ -110,7 +110,7 @@ def looped():
     store = dist.HashStore()
     device = torch.device("cuda", torch.cuda.current_device())
     dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
-    group = Group.of(dist.group.WORLD)
+    group = Group.from_handle(dist.group.WORLD)
     yield group, Links(device, Ledger(), torch.float32, loops=True).transport(group)
     dist.destroy_process_group()
 

@@ -341,7 +341,7 @@ def test_a_step_in_blocks_takes_one_block_of_memory_not_a_copy_of_the_gradients(
     numel = 8 * adam.CPU_BLOCK_NUMEL
     master, weight = torch.zeros(numel), torch.zeros(numel, dtype=torch.bfloat16)
     optimizer = torch.optim.AdamW([torch.zeros(1)])
-    rule = adam.BlockedAdam.of(optimizer, optimizer.param_groups[0])
+    rule = adam.BlockedAdam.if_alike(optimizer, optimizer.param_groups[0])
     state = {}
     rule.step(master, torch.ones_like(weight), weight, state)
     grad = torch.ones_like(weight)

@@ -28,7 +28,7 @@ JOB = Job(model=UNSEEDED, data="docs", steps=4, rows=7, seq=16, lr=1e-3,
 
 def losses_of(world_size, job):
     def body(rank):
-        world = World(Group.of(dist.group.WORLD if world_size > 1 else None), CPU)
+        world = World(Group.from_handle(dist.group.WORLD if world_size > 1 else None), CPU)
         return train(job, world, TrainObserver())
 
     results = run_ranks(world_size, body)
@@ -69,7 +69,7 @@ def test_measured_rows_are_kept_in_checkpoints_and_move_at_a_step(tmp_path):
     job = replace(JOB, row_shares="auto", rows=8)
 
     def body(rank):
-        world = World(Group.of(dist.group.WORLD), CPU)
+        world = World(Group.from_handle(dist.group.WORLD), CPU)
         trainer = Trainer(job, world, preflight(job, 2))
         assert len(members_of(engine_of(trainer.module).ledger.observer)) == 1
         first, state = trainer.deal, {"shares": [0.75, 0.25]}

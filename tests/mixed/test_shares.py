@@ -185,7 +185,7 @@ def room(free: int, name: str = "", base: int = 100, held: int = 0) -> Room:
 
 
 def best(*rooms_by_rank: Room) -> Any:
-    return by_lines(Capacity.of([[each] for each in rooms_by_rank], len(rooms_by_rank)))
+    return by_lines(Capacity.from_rooms([[each] for each in rooms_by_rank], len(rooms_by_rank)))
 
 
 def by_lines(capacity: Capacity) -> Any:
@@ -271,10 +271,10 @@ def test_caps_of_one_to_three_hold_twice_the_model_of_even_shares():
     caps = [200 << 20, 600 << 20]
 
     def best_of(blocks: int) -> Capacity:
-        memory = RankMemory(torch.device("cpu"), 2, Group.of(None))
+        memory = RankMemory(torch.device("cpu"), 2, Group.from_handle(None))
         line, _ = rooms.rooms_of(recipe_of(blocks), needs_of, memory, {})[0]
         lines = [[(line, (Limit("host", str(n), cap),))] for n, cap in enumerate(caps)]
-        return Capacity.of(lines, 2)
+        return Capacity.from_rooms(lines, 2)
 
     counts = range(1, 300)  # blocks; a smaller model fits where a larger one does
     even = bisect(counts, 0, key=lambda n: min(best_of(n).most()) < 0.5)

@@ -99,10 +99,10 @@ def recipe_of(world: int) -> Recipe:
 @given(st.lists(st.integers(2_000_000, 14_000_000), min_size=2, max_size=5))
 def test_runs_and_plans_choose_the_same_shares_in_the_same_memories(memories):
     world = len(memories)
-    recipe, memory = recipe_of(world), RankMemory(torch.device("cpu"), 1, Group.of(None))
+    recipe, memory = recipe_of(world), RankMemory(torch.device("cpu"), 1, Group.from_handle(None))
     line, _ = rooms_of(recipe, needs_of, memory, {})[0]
     rooms = [[(line, (Limit("host", str(n), free),))] for n, free in enumerate(memories)]
-    capacity, split = Capacity.of(rooms, world), planned(memories)
+    capacity, split = Capacity.from_rooms(rooms, world), planned(memories)
     if split.lacks:  # a run has the rest of the memory, too
         return
 
@@ -125,10 +125,12 @@ def test_ranks_that_choose_shares_lower_those_that_need_more_than_their_line(mon
     )  # fmt: skip
 
     def body(rank: int) -> Any:
-        memory = RankMemory(torch.device("cpu"), 1, Group.of(torch.distributed.group.WORLD))
+        memory = RankMemory(
+            torch.device("cpu"), 1, Group.from_handle(torch.distributed.group.WORLD)
+        )
         return choose(recipe_of(3), needs_of, memory, {}, is_auto=True)[0].shares
 
-    memory = RankMemory(torch.device("cpu"), 1, Group.of(None))
+    memory = RankMemory(torch.device("cpu"), 1, Group.from_handle(None))
     line, _ = rooms_of(recipe_of(3), needs_of, memory, {})[0]
     lines = [replace(line, free=nbytes) for nbytes in BENT]
     unbent = Capacity(tuple((line,) for line in lines)).best(by_lines(lines))
@@ -161,18 +163,21 @@ def limits(host: str, *names: str, free: int = 900, local: int = 3) -> tuple[Lim
 
 def test_a_limit_that_all_ranks_of_a_host_name_is_shared_with_those_that_did_not_meet():
     met = [limits("a", "host"), limits("a", "host"), limits("b", "host", local=1)]
-    users = Users.of(met)
+    users = Users.from_limits(met)
     assert [users.part(each) for each in met] == [300, 300, 900]
 
 
 def test_ranks_in_containers_of_their_own_do_not_divide_them():
     met = [(*limits("a", "host", free=9000), *limits("a", f"container {n}")) for n in range(3)]
-    users = Users.of(met)
+    users = Users.from_limits(met)
     assert [users.part(each) for each in met] == [900, 900, 900]
 
 
 def test_a_device_is_divided_only_by_the_ranks_that_name_it():
-    assert Users.of([limits("a", "cuda:0", local=1)]).part(limits("a", "cuda:0", local=1)) == 900
+    assert (
+        Users.from_limits([limits("a", "cuda:0", local=1)]).part(limits("a", "cuda:0", local=1))
+        == 900
+    )
 
 
 # stages
@@ -186,7 +191,7 @@ def test_a_run_takes_the_first_stage_that_a_plan_of_the_same_free_bytes_lets_fit
         Recipe(stage=stage_of(number), world_size=world_size, units=UNITS[:8])
         for number in (0, 1, 3)
     ]
-    memory = RankMemory(torch.device("cpu"), world_size, Group.of(None))
+    memory = RankMemory(torch.device("cpu"), world_size, Group.from_handle(None))
     for free in range(1_000_000, 20_000_000, 1_000_000):
         has_free(monkeypatch, free * world_size)
         fits = [each for each in recipes if needs_of(each)["cpu"] <= room_of(free)]

@@ -229,7 +229,9 @@ def test_closed_forms_hold_for_any_shape(shapes, world, stage, dtype):
     for index, shape in enumerate(shapes):
         module.register_parameter(f"p{index}", nn.Parameter(torch.zeros(shape, dtype=dtype)))
     recipe = Recipe(stage=stage_of(stage), world_size=world)
-    units = estimated(plan_units(ModuleTree.of(without_values(module))), 0, Precision()).units
+    units = estimated(
+        plan_units(ModuleTree.from_root(without_values(module))), 0, Precision()
+    ).units
     wanted = [unit_bytes(unit.members, recipe) for unit in units]
 
     def body(rank: int) -> tuple[int, int]:
@@ -495,7 +497,9 @@ def test_states_off_a_gpu_bring_a_copy_of_the_fp32_weights_that_stay_on_it():
 def test_the_textbook_is_the_limit_of_the_closed_form():
     """16, 4 + 12/N, 2 + 14/N and 16/N bytes per parameter, of 16-bit weights."""
     module = nn.Linear(1024, 1024, bias=False).bfloat16()
-    units = estimated(plan_units(ModuleTree.of(without_values(module))), 0, Precision()).units
+    units = estimated(
+        plan_units(ModuleTree.from_root(without_values(module))), 0, Precision()
+    ).units
     for world, stage in product((1, 2, 8, 64), range(4)):
         sizes = unit_bytes(units[0].members, Recipe(stage=stage_of(stage), world_size=world))
         states = (sizes.master + sizes.moments) / sizes.numel
@@ -526,7 +530,7 @@ def test_a_prediction_is_drawn_over_units_and_the_step_alone():
     from onefold.wire.world import World
 
     job = Job(stage=3, rows=4, seq=SEQ, report="page")
-    seen = trace_of(job, narrow_gpt(), World(Group.of(None), torch.device("cpu")))
+    seen = trace_of(job, narrow_gpt(), World(Group.from_handle(None), torch.device("cpu")))
     module = seeded(BUILDS["gpt"])
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     onefold.shard(module, optimizer, stage=3)
@@ -616,7 +620,7 @@ def test_auto_takes_the_lowest_stage_that_fits_on_every_rank_while_it_accumulate
 ):
     def needs(stage: int) -> int:
         recipe = Recipe(stage=stage_of(stage), world_size=world)
-        plans = plan_units(ModuleTree.of(without_values(seeded(BUILDS["gpt"]))))
+        plans = plan_units(ModuleTree.from_root(without_values(seeded(BUILDS["gpt"]))))
         return forecast(estimated(plans, 0, Precision()), recipe, accumulate=2).memory_nbytes
 
     def body(rank: int) -> tuple[int, str]:

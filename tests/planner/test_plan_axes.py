@@ -109,7 +109,7 @@ BUILDS = {"gpt": gpt, "tied": lambda: gpt(tied=True), "mixture": mixture, "liste
 def traced(name: str) -> tuple[Trace, Anatomy]:
     module = BUILDS[name]()
     found = trace(module, tokens_of(ROWS, SEQ))
-    return found, Anatomy.of(module, found.units)
+    return found, Anatomy.dissect(module, found.units)
 
 
 def job_of(name: str, axes: ModelAxes, world_size: int, local_world_size: int = 8) -> ComposedJob:
@@ -351,7 +351,7 @@ def hold_what_was_planned(rank: int, numel: int, kept: int) -> None:
 def test_a_rank_of_tp_holds_what_torchs_tensor_parallelism_keeps():
     whole = trace(Stack(), tokens_of(ROWS, SEQ))
     axes, recipe = ModelAxes(tp=2), Recipe(world_size=2, local_world_size=2)
-    job = ComposedJob(axes, Anatomy.of(Stack(), whole.units), recipe, TOKENS, ITEMSIZE)
+    job = ComposedJob(axes, Anatomy.dissect(Stack(), whole.units), recipe, TOKENS, ITEMSIZE)
     rank = rank_trace(whole, job, 0, 1)
     kept = kept_nbytes(rank.events, rank.units, job)
     run_processes(2, hold_what_was_planned, rank.numel, kept)

@@ -168,7 +168,7 @@ def test_between_nodes_a_plan_tells_what_was_counted_at_the_sockets_of_hosts():
     with torch.device("meta"):
         module = wire.GPT(wire.MODEL, wire.SEQ)
     chosen = precision_of("bf16")
-    seen = estimated(plan_units(ModuleTree.of(without_values(module))), 0, chosen)
+    seen = estimated(plan_units(ModuleTree.from_root(without_values(module))), 0, chosen)
     every = [line.split(" | ") for line in wire.PAGE.read_text().splitlines()]
     rows = [row for row in every if len(row) > 3 and row[3].endswith("%")]
     measured = {row[0].strip("| "): float(row[1]) for row in rows}
@@ -197,7 +197,7 @@ def test_an_open_stage_counts_the_states_of_a_replica_on_the_ranks_of_its_node(m
         recipe = recipe_of((2, 2), stage, name)
         return forecast(estimated(plans, 0, Precision()), recipe, accumulate=2).memory_nbytes
 
-    plans = plan_units(ModuleTree.of(without_values(Net())))
+    plans = plan_units(ModuleTree.from_root(without_values(Net())))
     flat = Recipe(world_size=4)
     needs_flat = forecast(estimated(plans, 0, Precision()), flat, accumulate=2).memory_nbytes
 
@@ -315,7 +315,7 @@ def test_the_plan_on_the_page_is_what_a_plan_tells():
     assert f"<!-- plan: begin -->\n{block}\n<!-- plan: end -->" in page
 
 
-_PLANS = plan_units(ModuleTree.of(without_values(Net())))
+_PLANS = plan_units(ModuleTree.from_root(without_values(Net())))
 
 
 @settings(max_examples=15)

@@ -75,7 +75,9 @@ RUNS = st.one_of(
 def test_bytes_of_the_spans_are_those_of_the_forecast(stage, name):
     """The forecast's are an engine's to the byte; these know neither vectors nor padding."""
     with torch.device("meta"):
-        plans = plan_units(ModuleTree.of(nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(3)))))
+        plans = plan_units(
+            ModuleTree.from_root(nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(3))))
+        )
     seen = estimated(plans, 5, Precision())
     for accumulate in (1, 3):
         recipe = recipe_of((2, 2), stage, name)

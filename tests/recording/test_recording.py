@@ -246,7 +246,7 @@ def test_names_that_differ_in_numbers_are_one_row_largest_first():
 @pytest.mark.parametrize("stage", [0, 3])
 def test_busy_waiting_and_idle_seconds_are_the_step(stage):
     for record, _ in recorded(3, stage):
-        line, idle = RankLine.of(record), idle_seconds(record)
+        line, idle = RankLine.from_record(record), idle_seconds(record)
         assert line.compute_s + line.wait_s + sum(idle.values()) == pytest.approx(record.seconds)
         assert {"in forward", "forward to backward"} <= set(idle)
 

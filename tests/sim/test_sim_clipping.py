@@ -159,7 +159,7 @@ def _clip_resting_grads(options: dict[str, Any]) -> list[Any]:
         for parameter in parameters:
             values = torch.ones(parameter.shape).cumsum(0)
             if is_resting:
-                parameter.grad = RestingGrad.of(on_device(values), parameter)
+                parameter.grad = RestingGrad.showing(on_device(values), parameter)
             else:
                 parameter.grad = values
         device.native.reset()

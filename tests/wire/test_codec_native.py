@@ -30,7 +30,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[CodecKernel]:
         pytest.skip("needs a C compiler")
     path = tmp_path_factory.mktemp("native") / "kernels.so"
     assert compiling.compile_library(["cc"], path) == ""
-    return CodecKernel.of(library(path))
+    return CodecKernel.offered_by(library(path))
 
 
 @st.composite
@@ -125,7 +125,7 @@ def test_feedback_is_the_same_with_and_without(compiled, word, monkeypatch):
 
 
 def test_without_a_library_torch_does_it(monkeypatch):
-    assert CodecKernel.of(None) == []
+    assert CodecKernel.offered_by(None) == []
     with_kernel(monkeypatch, None)
     codec, values = codec_of("int8"), torch.tensor([127.0, -63.5, 0.0])
     message, out = torch.empty(codec.nbytes(3), dtype=torch.uint8), torch.empty(3)

@@ -161,7 +161,7 @@ def test_the_sums_of_a_device_have_the_bits_of_the_cpu(count, dtype, target):
 
 def looped(rank):
     """A rank alone sends to itself, through the whole transport."""
-    group, layout = Group.of(dist.group.WORLD), Layout.build(SHAPES, 1)
+    group, layout = Group.from_handle(dist.group.WORLD), Layout.build(SHAPES, 1)
     links = Links(torch.device("cpu"), Ledger(), torch.float32, loops=True)
     transport = links.transport(group)
     assert isinstance(transport.inner, Composed)

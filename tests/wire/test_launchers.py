@@ -247,6 +247,6 @@ def test_a_launcher_that_says_more_than_names_of_hosts_is_believed(environment, 
 
 
 def test_ranks_that_have_not_met_are_taken_for_ranks_of_one_host(environment):
-    assert run_ranks(3, lambda rank: local_place(Group.of(dist.group.WORLD))) == [
+    assert run_ranks(3, lambda rank: local_place(Group.from_handle(dist.group.WORLD))) == [
         (0, 3), (1, 3), (2, 3),
     ]  # fmt: skip

@@ -17,7 +17,7 @@ def test_each_rank_gets_the_tensors_that_others_sent_it_in_their_shapes(world_si
     """Rank s sends rank r a matrix [s + 1, 2] and, if s is even, a scalar: some send nothing."""
 
     def body(rank):
-        group = Group.of(dist.group.WORLD)
+        group = Group.from_handle(dist.group.WORLD)
         sent = [
             [torch.full((rank + 1, 2), 10.0 * rank + other), torch.tensor(1.0 + rank)][
                 : 2 - rank % 2
@@ -36,7 +36,7 @@ def test_each_rank_gets_the_tensors_that_others_sent_it_in_their_shapes(world_si
 def test_nothing_may_be_sent(world_size):
     def body(rank):
         nothing = [[] for _ in range(world_size)]
-        group = Group.of(dist.group.WORLD)
+        group = Group.from_handle(dist.group.WORLD)
         assert swap(group, nothing, nothing, torch.empty(0), "a test") == nothing
 
     run_ranks(world_size, body)
@@ -56,7 +56,7 @@ def test_a_move_goes_back_by_its_transpose_also_in_second_derivatives(world_size
 
 def test_gathered_pieces_get_the_sum_of_the_gradients_of_all_ranks(world_size):
     def body(rank):
-        group = Group.of(dist.group.WORLD)
+        group = Group.from_handle(dist.group.WORLD)
         piece = torch.full((2, 1), float(rank), requires_grad=True)
         whole = gathered(group, 1, piece, "a test")
         assert torch.equal(whole, torch.arange(float(world_size)).expand(2, world_size))

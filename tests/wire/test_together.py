@@ -54,7 +54,7 @@ def check(outcomes, bad, error, kind, message="on purpose"):
 
 
 def world() -> Group:
-    return Group.of(dist.group.WORLD)
+    return Group.from_handle(dist.group.WORLD)
 
 
 def fail(error, rank, bad, value=None):
@@ -114,7 +114,7 @@ def test_ranks_of_another_axis_hear_of_an_error_from_those_that_share_one():
     def body(rank):
         rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
         columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-        axes = [Group.of(rows[rank // 2]), Group.of(columns[rank % 2])]
+        axes = [Group.from_handle(rows[rank // 2]), Group.from_handle(columns[rank % 2])]
         return outcome(lambda: together(axes, lambda: fail(ValueError, rank, 1), ConfigError))
 
     check(run_ranks(4, body), 1, ValueError, ConfigError)
@@ -162,7 +162,7 @@ class Torn:
 
 
 STRETCHES = {
-    "save: collect": (contents.Contents, "of", MemoryError),
+    "save: collect": (contents.Contents, "from_models", MemoryError),
     "save: facts": (contents, "fingerprints", ValueError),
     "save: write": (RankFiles, "write", OSError),
     "save: files": (save.RankFiles, "finish", KeyboardInterrupt),

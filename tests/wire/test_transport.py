@@ -30,7 +30,7 @@ shape_lists = st.lists(
 
 def gather(rank, world_size, shapes, native):
     layout = Layout.build([(str(i), shape) for i, shape in enumerate(shapes)], world_size)
-    group = Group.of(dist.group.WORLD)
+    group = Group.from_handle(dist.group.WORLD)
     cut = MessageLayout(layout.slots, [slot.full_offset for slot in layout.slots], group, 4)
     truth = torch.arange(layout.full_numel).float()
     full = torch.full_like(truth, -1.0)
@@ -51,7 +51,7 @@ def reduce(rank, world_size, shapes, dtype, fresh):
         for _ in range(world_size)
     ]
     out = [torch.full((slot.piece_numel(rank),), 0.5) for slot in layout.slots]
-    group = Group.of(dist.group.WORLD)
+    group = Group.from_handle(dist.group.WORLD)
     cut = MessageLayout(layout.slots, None, group, dtype.itemsize)
     transport = Composed(Exchange(group, Ledger()))
     reduction = Reduction(all_ranks[rank], cut, out, [fresh] * len(out), "reduce")
@@ -83,7 +83,7 @@ def test_a_reduction_is_the_fp32_mean_in_rank_order(shapes, world_size, dtype, f
 def counted(rank, world_size, shapes):
     """Collectives of one gather, and what its packed message held meanwhile."""
     layout = Layout.build([(str(i), shape) for i, shape in enumerate(shapes)], world_size)
-    group, ledger = Group.of(dist.group.WORLD), Ledger()
+    group, ledger = Group.from_handle(dist.group.WORLD), Ledger()
     cut = MessageLayout(layout.slots, [slot.full_offset for slot in layout.slots], group, 4)
     transport, full = Composed(Exchange(group, ledger)), torch.empty(layout.full_numel)
     for _ in range(2):
@@ -128,7 +128,7 @@ def test_gloo_processes_move_the_same_bits_as_threads():
 def quantized(rank, world_size):
     """One reduction of a matrix and a vector; what it sent, held, and what came of it."""
     layout = Layout.build([("matrix", (48, 64)), ("vector", (33,))], world_size)
-    group, ledger = Group.of(dist.group.WORLD), Ledger()
+    group, ledger = Group.from_handle(dist.group.WORLD), Ledger()
     transport = Quantized(Composed(Exchange(group, ledger)), codec_of("int8"))
     partials = [torch.full((slot.numel,), float(rank)) for slot in layout.slots]
     out = [torch.empty(slot.piece_numel(rank)) for slot in layout.slots]

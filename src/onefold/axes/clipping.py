@@ -136,7 +136,7 @@ def _norm_of_pieces(grads: list[DTensor], order: float) -> Tensor:
             norm = torch.nn.utils.get_total_norm(own, order).to(dtype)
             total = total.maximum(norm) if is_max else total + norm.pow(order) / copies
     for axis in range(mesh.ndim):
-        total = Group.of(mesh.get_group(axis)).all_reduced(total, is_max=is_max)
+        total = Group.from_handle(mesh.get_group(axis)).all_reduced(total, is_max=is_max)
     return total if is_max else total.pow(1 / order)
 
 

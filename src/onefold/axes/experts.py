@@ -164,7 +164,7 @@ class ExpertParallel(nn.Module):
                 differ in more than values: frozen ones, hooks, other attributes, one of them twice.
         """
         super().__init__()
-        group, shown_on = Group.of(None), None
+        group, shown_on = Group.from_handle(None), None
         if mesh is not None:
             group = meshes.of_axis(mesh, "the expert axis").everyone
             shown_on = mesh if isinstance(mesh, DeviceMesh) else _mesh_of(mesh, experts)

@@ -141,7 +141,7 @@ class Contents:
     names: RankNames
 
     @staticmethod
-    def of(models: Sequence[ShardedModel], extra: Any) -> Contents:
+    def from_models(models: Sequence[ShardedModel], extra: Any) -> Contents:
         """Collect the state of all modules of this rank as that of one, and `extra`.
 
         Raises `CheckpointError` for values that no load could read.

@@ -103,9 +103,9 @@ def state_held_by(model: ShardedModel, inside: OwnTensors) -> Iterator[Held]:
         for number, parameter in enumerate(model.parameters())
     }
     for parameter, own in rows.items():
-        yield from own.of((MODEL, parameter.fqn), parameter.local)
+        yield from own.pieces_at((MODEL, parameter.fqn), parameter.local)
         if parameter.unit.master is not None:
-            yield from own.of((MASTER, parameter.fqn), parameter.stepped)
+            yield from own.pieces_at((MASTER, parameter.fqn), parameter.stepped)
     if model.is_first:
         yield from _of_first_rank(model, inside)
     for optimizer in model.optimizers:
@@ -116,7 +116,7 @@ def state_held_by(model: ShardedModel, inside: OwnTensors) -> Iterator[Held]:
     yield from _gradients_of(model, rows, inside)
     for key, averages in model.companion_rows().items():
         for parameter, average in averages:
-            yield from rows[parameter].of((COMPANION, key, parameter.fqn), average)
+            yield from rows[parameter].pieces_at((COMPANION, key, parameter.fqn), average)
 
 
 def _gradients_of(
@@ -126,7 +126,7 @@ def _gradients_of(
     for unit in model.engine.units:
         means, partial = unit.gradient.accumulated()
         for parameter, mean in means.items():
-            yield from rows[parameter].of((GRAD, parameter.fqn), mean)
+            yield from rows[parameter].pieces_at((GRAD, parameter.fqn), mean)
         for parameter, grad in partial.items():
             yield _whole_value((PARTIAL, str(model.rank), parameter.fqn), grad, inside)
 
@@ -150,7 +150,7 @@ def _optimizer_state(
     for path, value in _leaves((OPTIM, "state", fqn), words):
         is_shard = isinstance(value, DTensor) and value._spec.shape == parameter.shape
         if is_shard and parameter.holds_own_rows(value):
-            yield from rows.of(path, value._local_tensor)
+            yield from rows.pieces_at(path, value._local_tensor)
         else:
             yield from _claimed(path, value, inside)
 
@@ -167,7 +167,7 @@ class _RowsOf:
         self._knows_all_holders = known == context.everyone.world_size
         self._is_first = is_first
 
-    def of(self, path: Keys, own: Tensor) -> Iterator[Held]:
+    def pieces_at(self, path: Keys, own: Tensor) -> Iterator[Held]:
         """Yield own rows, if there are any; rank 0 has those of a tensor without elements."""
         shape = self._parameter.shape
         if own.numel():

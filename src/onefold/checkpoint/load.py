@@ -35,7 +35,7 @@ def load_checkpoint(
     *, missing_ok: bool,
 ) -> Any:  # fmt: skip
     """See `onefold.load`. `peers`: formats of other programs that are recognised."""
-    stages = Stages.of(module)
+    stages = Stages.from_modules(module)
     with announcing(stages.data_ranks, CheckpointError):
         finish_pending(stages)
         models = together(stages.group, lambda: stages.models(optimizer))

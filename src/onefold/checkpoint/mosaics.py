@@ -109,7 +109,7 @@ class Mosaic(Tensor):
         return made
 
     @staticmethod
-    def of(name: str, shape: Sequence[int], dtype: torch.dtype) -> Mosaic:
+    def blank(name: str, shape: Sequence[int], dtype: torch.dtype) -> Mosaic:
         """Return the mosaic of one source, whole."""
         whole = torch.empty(tuple(shape), dtype=dtype, device="meta")
         return Mosaic(shape, dtype, [MosaicTile((0,) * len(shape), name, whole, tuple(shape))])

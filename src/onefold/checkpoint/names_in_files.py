@@ -161,7 +161,7 @@ def _follow(
     """Note what a converter makes of tensors in files, as boxes, or as computed."""
 
     def symbol(name: str) -> Tensor:
-        return Mosaic.of(name, files.shape(name), torch.float32)
+        return Mosaic.blank(name, files.shape(name), torch.float32)
 
     try:
         made = _converted(rule, groups, first, module, symbol)

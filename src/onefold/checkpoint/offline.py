@@ -113,7 +113,7 @@ def _in_files(
     if module is None:
         return weights, []
     named = {
-        tied_source(module, entry.name): Mosaic.of(name, entry.shape, entry.dtype)
+        tied_source(module, entry.name): Mosaic.blank(name, entry.shape, entry.dtype)
         for name, entry in weights.items()
     }
     for name in ignored(module, "_keys_to_ignore_on_save"):

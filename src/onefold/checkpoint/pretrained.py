@@ -86,7 +86,7 @@ def write_pretrained(
     same_directory(everyone, prepare, hint="every rank writes into the same files")
     model.engine.context.compare_logs(waits=True)  # mixed weights would replace good ones
     draft = Draft(Path(os.path.abspath(directory)))
-    written = together(everyone, lambda: _Written.of(model, original_names=original_names))
+    written = together(everyone, lambda: _Written.from_model(model, original_names=original_names))
     outputs = safetensors.plan_outputs(written.entries, max_shard_nbytes)
 
     def publish() -> None:
@@ -134,16 +134,16 @@ class _Written:
     moves: dict[str, list[tuple[safetensors.TensorEntry, Move]]]
 
     @staticmethod
-    def of(model: ShardedModel, *, original_names: bool) -> _Written:
+    def from_model(model: ShardedModel, *, original_names: bool) -> _Written:
         """Lay out every tensor once: parameters in the module's order, then buffers."""
         module, by_name = model.module, {p.fqn: p for p in model.parameters()}
         tensors: dict[str, Mosaic] = {}
         for fqn in _names_of(model):
             if fqn in by_name:
                 name = tied_source(module, fqn) if original_names else fqn
-                tensors[name] = Mosaic.of(fqn, by_name[fqn].shape, by_name[fqn].unit.dtype)
+                tensors[name] = Mosaic.blank(fqn, by_name[fqn].shape, by_name[fqn].unit.dtype)
         for name, buffer in _buffers(model).items():
-            tensors[name] = Mosaic.of(name, tuple(buffer.shape), buffer.dtype)
+            tensors[name] = Mosaic.blank(name, tuple(buffer.shape), buffer.dtype)
         is_whole = model.names is None and not any(p.spec.is_packed for p in model.parameters())
         if original_names and is_whole:
             for name in ignored(module, "_keys_to_ignore_on_save"):

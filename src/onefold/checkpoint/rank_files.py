@@ -81,7 +81,9 @@ def _header_of(file: str, tensors: list[Held]) -> bytes:
         entries.append(TensorEntry(held.name, (*own.shape, *more), dtype))
         offsets = [*held.offsets, *(0 for _ in more)]
         about[held.name] = {OFFSETS_KEY: offsets, SHAPE_KEY: [*held.shape, *more]}
-    return Output.of(file, entries, {PIECES_KEY: json.dumps(about, separators=(",", ":"))}).header
+    return Output.with_header(
+        file, entries, {PIECES_KEY: json.dumps(about, separators=(",", ":"))}
+    ).header
 
 
 def _parts_of(tensor: Tensor) -> Iterator[memoryview]:

@@ -64,7 +64,7 @@ class Output:
     nbytes: int
 
     @staticmethod
-    def of(
+    def with_header(
         name: str, entries: Iterable[TensorEntry], about: Mapping[str, str] | None = None
     ) -> Output:
         """Lay tensors out one after the other. `about`: more texts for the header."""
@@ -126,9 +126,9 @@ def plan_outputs(entries: Iterable[TensorEntry], max_nbytes: int) -> list[Output
         parts[-1].append(entry)
         nbytes += entry.nbytes
     if len(parts) == 1:
-        return [Output.of(SINGLE, parts[0])]
+        return [Output.with_header(SINGLE, parts[0])]
     names = [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
-    return [Output.of(name, part) for name, part in zip(names, parts, strict=True)]
+    return [Output.with_header(name, part) for name, part in zip(names, parts, strict=True)]
 
 
 def index_of(outputs: list[Output]) -> str:

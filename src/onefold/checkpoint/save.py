@@ -74,7 +74,7 @@ def save(
     Raises: CheckpointError, on every rank: the directory exists or cannot be written, ranks pass
         different ones, the disk is full or fails, `extra` cannot be saved.
     """
-    stages = Stages.of(module)
+    stages = Stages.from_modules(module)
 
     def prepare() -> tuple[Draft, Contents, Manifest]:
         if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
@@ -90,7 +90,7 @@ def save(
         model, engine = models[0], models[0].engine
         if model.rank == 0:
             draft.check()
-        return draft, Contents.of(models, extra), Manifest(
+        return draft, Contents.from_models(models, extra), Manifest(
             save_id=uuid4().hex, step=engine.ledger.steps, stage=engine.recipe.stage.number,
             world_size=stages.group.world_size, optimizers=model.records(),
             config=config_of(model.module), frozen=frozen,

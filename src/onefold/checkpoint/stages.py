@@ -80,7 +80,7 @@ class ShardedModel:
     def __post_init__(self) -> None:
         """Take names from `module`, maybe a wrapper. A collective where adapters came."""
         self.engine.note_structure()
-        rename(self.engine, ModuleTree.of(self.module))
+        rename(self.engine, ModuleTree.from_root(self.module))
         for name, parameter in self.module.named_parameters():
             if id(parameter) not in self.engine.by_sharded:
                 got = f"a wrapper with {name!r}, which is not"
@@ -231,7 +231,7 @@ class Stages:
     is_pipeline: bool
 
     @staticmethod
-    def of(modules: Modules) -> Stages:
+    def from_modules(modules: Modules) -> Stages:
         """Find the ranks: those of the module, or of all stages that `onefold.pipeline` drives.
 
         Raises `CheckpointError` for several modules without a pipeline; on every rank, for other
@@ -247,7 +247,7 @@ class Stages:
             raise CheckpointError("one module, without a pipeline", got, hint=hint)
         if pipeline is None or not pipeline.has_parts:
             return Stages(own, everyone, is_pipeline=False)
-        world = Group.of(dist.group.WORLD if dist.is_initialized() else None)
+        world = Group.from_handle(dist.group.WORLD if dist.is_initialized() else None)
 
         def check() -> None:
             is_whole = len(set(engines)) == pipeline.num_stages

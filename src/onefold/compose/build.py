@@ -221,7 +221,7 @@ def _adapters(resolved: Resolved, engine: Engine) -> list[Unit]:
     tiers = replace(engine.context.tiers, weight=store, state=store, scratch=None)
     axes = AxesOfCuts(holders=engine.context.holders)
     context = _context(replace(resolved, recipe=recipe), store, engine.ledger, tiers, axes)
-    tree = ModuleTree.of(module)
+    tree = ModuleTree.from_root(module)
     room = partial(explaining, engine.ledger)
     made = initialise(tree, owned_parameters(tree), resolved.device, room)
     source: Source = (made, None)

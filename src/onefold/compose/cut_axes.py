@@ -91,9 +91,9 @@ def check_choices(
 
 def axes_of(tree: ModuleTree) -> list[Group]:
     """The ranks of every model axis that has cut parameters of a module."""
-    cuts = [cut for _, parameter, *_ in tree.parameters() if (cut := ModelCut.of(parameter))]
+    cuts = [cut for _, parameter, *_ in tree.parameters() if (cut := ModelCut.found_on(parameter))]
     meshes = dict.fromkeys(cut.mesh for cut in cuts)
-    return [Group.of(mesh.get_group(axis)) for mesh in meshes for axis in range(mesh.ndim)]
+    return [Group.from_handle(mesh.get_group(axis)) for mesh in meshes for axis in range(mesh.ndim)]
 
 
 def join(

@@ -84,7 +84,7 @@ def quantize_for_products(
         hint = "rest=None keeps weights exact"
         got = f"{rest!r} on {device_type}"
         raise ConfigError("int8 or int4, on cpu or cuda", got, hint=hint)
-    tree = ModuleTree.of(module)
+    tree = ModuleTree.from_root(module)
     values = QuantizedValues.promised_to(tree)
     kept: list[KeptExact] = []
     for owned in owned_parameters(tree):

@@ -168,7 +168,7 @@ def resolve(arguments: Arguments, ranks: Ranks, forecaster: Forecaster) -> Resol
     group, device = ranks.everyone, arguments.device
     check_devices(device, group)
     checks.check_mixed_tiers(arguments.tiers, device.type, opens_stage=arguments.opens_stage)
-    alike = Group.of(None) if arguments.mixes_tiers else group
+    alike = Group.from_handle(None) if arguments.mixes_tiers else group
     task = _Task(arguments, alike, RankMemory(device, local_place(group)[1], group))
     any_offloads = any(tiers != _tiers_in(Offload()) for tiers in arguments.tiers)
     recipe = arguments.recipe

@@ -185,7 +185,7 @@ def _probed_group(optimizer: Optimizer, group: dict[str, Any]) -> Behaviour:
 
 
 def _answer(optimizer: Optimizer, group: dict[str, Any], attributes: dict[str, Any]) -> Behaviour:
-    question = _try(Question.of, optimizer, group, attributes)
+    question = _try(Question.about, optimizer, group, attributes)
     if not question or not all(map(is_plain, attributes.values())):
         return Behaviour()
     ways = (question, replace(question, closes=True), replace(question, is_list=True))
@@ -210,7 +210,7 @@ def moments_of_group(
         return dict.fromkeys(behaviour.moments, dtype)
     rule = rule_of(optimizer, group)
     if behaviour.reads and isinstance(rule, ClassRule) and group["params"]:
-        rule = rule.of(attributes_of(group["params"][0], behaviour.reads))
+        rule = rule.with_attributes(attributes_of(group["params"][0], behaviour.reads))
     state = state_after_first_step(rule, dtype)
     return {name: value.dtype for name, value in state.items() if is_probed_moment(value)}
 
@@ -310,7 +310,7 @@ def _steps_blocks(question: Question, wanted: Run) -> bool:
     names: list[list[str]] = []
     with torch.no_grad():
         for gradient in gradients:
-            rule = ClassRule(run.optimizer, group).of(question.attributes)
+            rule = ClassRule(run.optimizer, group).with_attributes(question.attributes)
             blocks = zip(weights.split(BLOCKS), gradient.split(BLOCKS), states, strict=True)
             for block, own, state in blocks:
                 rule.step(block, own, block, state)

@@ -64,7 +64,7 @@ class BlockedAdam:
         }  # fmt: skip
 
     @staticmethod
-    def of(optimizer: Optimizer, group: dict[str, Any]) -> BlockedAdam | None:
+    def if_alike(optimizer: Optimizer, group: dict[str, Any]) -> BlockedAdam | None:
         """Return the rule of a group; None where the class's own step does something else."""
         if type(optimizer) not in (Adam, AdamW) or group["amsgrad"]:
             return None

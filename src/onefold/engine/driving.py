@@ -95,7 +95,7 @@ class StageDrives:
     end: Drive
 
     @staticmethod
-    def of(
+    def for_windows(
         caller: Drive, num_units: int, window: frozenset[int], *, splits: bool = False,
         reduces_all: bool = False, trains: bool = True,
     ) -> StageDrives:  # fmt: skip

@@ -216,7 +216,7 @@ class FlatStep:
         """Return a rule that reads the attributes of the group's parameters."""
         if not self._reads or not isinstance(rule, ClassRule):
             return rule
-        return rule.of(attributes_of(flat.tensor, self._reads))
+        return rule.with_attributes(attributes_of(flat.tensor, self._reads))
 
     def leave(self, state: dict[Tensor, State]) -> dict[UnitParameter, State]:
         """Return each parameter's state; views are made again where a step replaced a value."""

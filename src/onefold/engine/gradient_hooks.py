@@ -118,7 +118,7 @@ class GradientHooks:
         """The step that `edits` tells of is over: backward is through with its weights."""
         edits, self.edits = self.edits, {}
         for index, before in edits.items():
-            for call in schedule.open_calls.of(index):
+            for call in schedule.open_calls.calls_of(index):
                 call.note_edits(call.edits + units[index].edits.at_rest() - before)
 
 

@@ -27,7 +27,7 @@ class _Renaming:
     has_modules: bool = False
     seen: set[int] = field(default_factory=set)
 
-    def of(self, value: Any, depth: int = 0) -> Any:
+    def renamed(self, value: Any, depth: int = 0) -> Any:
         """Return what stands for a value; containers that can be edited are."""
         if isinstance(value, Tensor) or type(value) is int:
             other = self.new.get(value if type(value) is int else id(value))
@@ -45,11 +45,11 @@ class _Renaming:
         if isinstance(value, dict | list | set | tuple | frozenset):
             items = value.items() if isinstance(value, dict) else [value]
             flat = list(chain.from_iterable(items))
-            named = [self.of(x, depth + 1) for x in flat]
+            named = [self.renamed(x, depth + 1) for x in flat]
             is_same = all(a is b for a, b in zip(flat, named, strict=True))
             return value if is_same else _holding(value, named)
         if not callable(value) and isinstance(kept := getattr(value, "__dict__", None), dict):
-            self.of(kept, depth + 1)
+            self.renamed(kept, depth + 1)
         return value
 
 
@@ -88,7 +88,7 @@ def is_torchs(optimizer: Optimizer) -> bool:
 def _look(optimizer: Optimizer, renaming: _Renaming) -> _Renaming:
     own = vars(optimizer)
     left = {"state", "param_groups", *(name for name in own if name.startswith("_optimizer_"))}
-    own.update({name: renaming.of(value) for name, value in own.items() if name not in left})
+    own.update({name: renaming.renamed(value) for name, value in own.items() if name not in left})
     for group in optimizer.param_groups:
-        group.update({k: renaming.of(v) for k, v in group.items() if k != "params"})
+        group.update({k: renaming.renamed(v) for k, v in group.items() if k != "params"})
     return renaming

@@ -94,7 +94,7 @@ def _sets_attributes(optimizer: Optimizer) -> bool:
     if type(optimizer).load_state_dict is Optimizer.load_state_dict:
         return False
     try:
-        question = Question.of(optimizer, optimizer.param_groups[0], {})
+        question = Question.about(optimizer, optimizer.param_groups[0], {})
         run = stepped(question, MATRICES)
         fresh, state_dict = question.build(run.parameters), run.optimizer.state_dict()
         Optimizer.load_state_dict(fresh, state_dict)

@@ -45,7 +45,7 @@ class Question:
     is_list: bool = False  # the constructor takes a list of parameters alone
 
     @staticmethod
-    def of(optimizer: Optimizer, group: dict[str, Any], attributes: dict[str, Any]) -> Question:
+    def about(optimizer: Optimizer, group: dict[str, Any], attributes: dict[str, Any]) -> Question:
         """The question of one group; schedules change `lr`, which may be 0 just now."""
         rate = optimizer.defaults.get("lr", group.get("lr", 1e-3))
         fixed: dict[str, Any] = {"lr": rate if rate else 1e-3, "capturable": False}

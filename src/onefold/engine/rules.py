@@ -68,7 +68,7 @@ class ClassRule:
         on_device = self._group.get("fused") or self._group.get("capturable")
         self.takes_numbers_near = bool(on_device) or not is_torchs  # others read them on the host
 
-    def of(self, attributes: Attributes) -> ClassRule:
+    def with_attributes(self, attributes: Attributes) -> ClassRule:
         """Return the rule for parameters that have these attributes."""
         rule = copy(self)
         rule._attributes = attributes
@@ -101,7 +101,7 @@ Rule = BlockedAdam | ClassRule
 
 def rule_of(optimizer: Optimizer, group: dict[str, Any]) -> Rule:
     """Return the rule of a group as it is now."""
-    return BlockedAdam.of(optimizer, group) or ClassRule(optimizer, group)
+    return BlockedAdam.if_alike(optimizer, group) or ClassRule(optimizer, group)
 
 
 FUSED: tuple[type[Optimizer], ...] = (

@@ -39,7 +39,7 @@ def take_root(engine: Followed, module: nn.Module) -> None:
     """Go on with a module as the root, as its wrapper was removed: names are those in it."""
     engine.module = ref(module)
     engine.note_structure()
-    rename(engine, ModuleTree.of(module))
+    rename(engine, ModuleTree.from_root(module))
 
 
 def follow(engine: Followed) -> None:
@@ -51,7 +51,7 @@ def follow(engine: Followed) -> None:
     module = engine.module()
     if module is None or engine.is_unsharded:
         return
-    tree = ModuleTree.of(module)
+    tree = ModuleTree.from_root(module)
     tensors = {fqn: tensor for fqn, tensor, *_ in tree.parameters()}
     kept = {id(tensor) for tensor in tensors.values()}
     added = [fqn for fqn, tensor in tensors.items() if id(tensor) not in engine.by_sharded]

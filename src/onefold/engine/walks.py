@@ -218,7 +218,7 @@ class OpenCalls:
         self._begun.remove(call)
         self._calls[call.unit].discard(call)
 
-    def of(self, unit: int) -> Iterable[Call]:
+    def calls_of(self, unit: int) -> Iterable[Call]:
         """The calls of the unit that backward will reach, or has begun with."""
         return self._calls[unit]
 

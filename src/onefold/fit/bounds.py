@@ -76,7 +76,7 @@ class Users:
     users: Counter[tuple[str, str]]
 
     @staticmethod
-    def of(everyone: Sequence[Sequence[Limit]]) -> Users:
+    def from_limits(everyone: Sequence[Sequence[Limit]]) -> Users:
         """Count the ranks, from the limits of each of them."""
         hosts = Counter(host for limits in everyone for host in {limit.host for limit in limits})
         names = [{(limit.host, limit.name) for limit in limits} for limits in everyone]
@@ -121,12 +121,12 @@ class RankMemory:
     def free(self, tier: str | None = None, paths: Sequence[Path] = ()) -> int:
         """Return the bytes that this rank may still take, by default where it computes."""
         limits = self.limits(tier or self.near, paths)
-        return Users.of([limits]).part(limits)
+        return Users.from_limits([limits]).part(limits)
 
     def free_on_all(self) -> int:
         """Return the least bytes that a rank may still take where it computes. A collective."""
         everyone = collect(self.group, lambda: self.limits(self.near))
-        users = Users.of(everyone)
+        users = Users.from_limits(everyone)
         return min(map(users.part, everyone))
 
     def room_to_keep(self, budget: int | str | None = None) -> int:

@@ -73,7 +73,9 @@ class GatheredUnits:
     moving: int
 
     @staticmethod
-    def of(units: Sequence[UnitFacts], ahead: int, trains: Sequence[bool] = ()) -> GatheredUnits:
+    def from_facts(
+        units: Sequence[UnitFacts], ahead: int, trains: Sequence[bool] = ()
+    ) -> GatheredUnits:
         """Describe units, of which `ahead` are gathered before they compute.
 
         Besides these and the unit that computes, one stays from its first to its last use: that of
@@ -144,13 +146,13 @@ def memory_of(engine: Engine) -> RankMemory:
 
 def gathered_units(engine: Engine) -> GatheredUnits:
     """Return the units of a module, with the bytes of their weights."""
-    return GatheredUnits.of(engine.schedule.units, engine.policy.prefetch)
+    return GatheredUnits.from_facts(engine.schedule.units, engine.policy.prefetch)
 
 
 def trained_units(engine: Engine) -> GatheredUnits:
     """Return the units of a module, with the bytes of their weights and gradients."""
     trains = [unit.requires_grad() for unit in engine.units]
-    return GatheredUnits.of(engine.schedule.units, engine.policy.prefetch, trains)
+    return GatheredUnits.from_facts(engine.schedule.units, engine.policy.prefetch, trains)
 
 
 def units_to_keep(engine: Engine, budget: int | str | None) -> frozenset[int]:

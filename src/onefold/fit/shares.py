@@ -174,9 +174,11 @@ class Capacity:
     ranks: tuple[tuple[Line, ...], ...]
 
     @staticmethod
-    def of(everyone: Sequence[Sequence[Room]], shard_world: int) -> Capacity:
+    def from_rooms(everyone: Sequence[Sequence[Room]], shard_world: int) -> Capacity:
         """Put the rooms of nodes that are replicas together: rank i of each has the same share."""
-        users = Users.of([[limit for _, limits in rooms for limit in limits] for rooms in everyone])
+        users = Users.from_limits(
+            [[limit for _, limits in rooms for limit in limits] for rooms in everyone]
+        )
         own = [
             [replace(line, free=line.free + users.part(limits)) for line, limits in rooms]
             for rooms in everyone
@@ -241,7 +243,7 @@ def choose(
         return recipe, ""
     everyone = collect(memory.group, lambda: rooms_of(recipe, needs, memory, held))
     ranks = recipe.shard_world
-    capacity, own = Capacity.of(everyone, ranks), memory.group.rank % ranks
+    capacity, own = Capacity.from_rooms(everyone, ranks), memory.group.rank % ranks
 
     def excess(left: float, shares: Shares) -> list[float]:
         wanted = replace(recipe, shares=shares)

@@ -40,7 +40,7 @@ def export_deepspeed(source: str | os.PathLike[str], target: str | os.PathLike[s
         several steps, a name that is no folder's, damage, a target that exists, a full disk.
     """
     saved = open_exported(Path(source), PEERS)
-    content = _Content.of(saved)
+    content = _Content.from_source(saved)
     draft = Draft(Path(os.path.abspath(target)))
     draft.check()
     try:
@@ -66,7 +66,7 @@ class _Content:
     groups: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, source: Source) -> _Content:
+    def from_source(cls, source: Source) -> _Content:
         """Return the content of a checkpoint. Raises `CheckpointError` where no folder can be."""
         weights = {entry.name: read for read, entry in weights_of(source, torch.float32)}
         content = cls(source, weights, {name: {} for name in weights})

@@ -215,7 +215,7 @@ class KVLayer(CacheLayerMixin):
         """Learn the shape of tokens, and the device."""
         self._shared.open(key_states.device)
         self.dtype, self.device = key_states.dtype, key_states.device
-        shape, batch = TokenShape.of(key_states, value_states), key_states.shape[0]
+        shape, batch = TokenShape.from_keys(key_states, value_states), key_states.shape[0]
         self.tokens = LayerTokens(self._shared, self._index, shape, batch)
         self.is_initialized = True
 
@@ -243,7 +243,7 @@ class KVLayer(CacheLayerMixin):
         if self.tokens is None:
             return
         known = self.tokens.shape, self.tokens.batch, self.device
-        new = TokenShape.of(key_states, value_states), key_states.shape[0], key_states.device
+        new = TokenShape.from_keys(key_states, value_states), key_states.shape[0], key_states.device
         if known != new:
             wanted = "{}, {} sequences, on {}, as before".format(*known)
             got = "{}, {} sequences, on {}".format(*new)

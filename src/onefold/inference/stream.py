@@ -40,7 +40,7 @@ def examine_stream(
 
     Returns the module's recipe, and the matrices that could not be packed.
     """
-    data, tree = ranks.everyone, ModuleTree.of(module)
+    data, tree = ranks.everyone, ModuleTree.from_root(module)
     choices = examine_together(
         ranks,
         lambda: examine(tree, None, _checked_choices(tree, budget, rest, offload), data),
@@ -68,7 +68,7 @@ def recipe_of_stream(
 
     The module, on `meta`, is frozen and packed. World sizes and device are those of `ranks`.
     """
-    tree = ModuleTree.of(module)
+    tree = ModuleTree.from_root(module)
     _checked_choices(tree, budget, rest, offload)
     for _, parameter, *_ in tree.parameters():
         parameter.requires_grad_(False)
@@ -76,7 +76,7 @@ def recipe_of_stream(
         promise(module, cast("Values", _Unread()))
         quantize_for_products(module, rest, ranks.device_type)
         forget(tree)
-    arguments = examine(tree, None, _tiled(tree, budget, rest, offload), Group.of(None))
+    arguments = examine(tree, None, _tiled(tree, budget, rest, offload), Group.from_handle(None))
     recipe = replace(
         arguments.recipe, world_size=ranks.world_size, local_world_size=ranks.local_world_size,
         device_type=ranks.device_type,

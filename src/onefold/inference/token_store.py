@@ -36,7 +36,7 @@ class TokenShape:
     dtype: torch.dtype
 
     @staticmethod
-    def of(keys: Tensor, values: Tensor) -> TokenShape:
+    def from_keys(keys: Tensor, values: Tensor) -> TokenShape:
         """Return the shape of keys and values [batch, heads, tokens, width]."""
         (_, key_heads, _, key_width), (_, value_heads, _, value_width) = keys.shape, values.shape
         return TokenShape((key_heads, key_width), (value_heads, value_width), keys.dtype)

@@ -60,7 +60,7 @@ def run_loop(
         for number, forward in enumerate(forwards):
             is_last = number == len(forwards) - 1
             engine.drive(first)
-            with streams.of(number):
+            with streams.of_micro_batch(number):
                 loss = forward()
             if is_last:
                 engine.drive(replace(apart, frees_in_backward=True))
@@ -123,7 +123,7 @@ class Layered:
         for number, thread in enumerate(threads):
             self._drive(keeps=self._all, repeats=number > 0)
             first, mine = self._cuts[threads[0]], self._cuts[thread]
-            with self._streams.of(number):
+            with self._streams.of_micro_batch(number):
                 self._resume(thread, mine)
             if mine.at != first.at or thread.is_over != threads[0].is_over:
                 self._refuse_paths(number, first, mine)
@@ -238,7 +238,7 @@ class RandomStreams:
         self._begun = list(self._left)
 
     @contextmanager
-    def of(self, number: int) -> Iterator[None]:
+    def of_micro_batch(self, number: int) -> Iterator[None]:
         """Draw from the stream of one micro-batch in this block."""
         self._set(self._left[number])
         try:

@@ -160,7 +160,7 @@ class NodeParts(NamedTuple):
     between: Parts
 
     @staticmethod
-    def of(slabs: Parts, axes: Axes) -> NodeParts:
+    def from_slabs(slabs: Parts, axes: Axes) -> NodeParts:
         """Cut the contiguous parts of each parameter over the ranks of nodes."""
         node = NodeLayout.build([slab for parts in slabs for slab in parts], axes)
         ends = list(accumulate(map(len, slabs), initial=0))

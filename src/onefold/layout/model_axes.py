@@ -37,7 +37,7 @@ class ModelCut:
     is_plain: bool = False
 
     @staticmethod
-    def of(parameter: Tensor) -> ModelCut | None:
+    def found_on(parameter: Tensor) -> ModelCut | None:
         """The cut of a DTensor that is no sharded parameter; None for other tensors."""
         if not isinstance(parameter, DTensor) or is_owned(parameter):
             return None

@@ -30,7 +30,7 @@ class ModuleTree:
     parts: tuple[tuple[str, nn.Module], ...]
 
     @staticmethod
-    def of(root: Any) -> ModuleTree:
+    def from_root(root: Any) -> ModuleTree:
         """Walk over a module, or over the one that `torch.compile` has wrapped."""
         root = uncompiled(root)
         return ModuleTree(root, tuple(root.named_modules()) if isinstance(root, nn.Module) else ())

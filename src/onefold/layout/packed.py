@@ -51,7 +51,7 @@ class QuantizedWeight(nn.Parameter):
     is_transposed = False  # the bytes are of the transposed matrix: [out, in] of [in, out]
 
     @staticmethod
-    def of(
+    def describing(
         message: Tensor, word: str, numbers: Tensor, *, is_multiplied: bool = False,
         is_transposed: bool = False,
     ) -> QuantizedWeight:  # fmt: skip

@@ -53,7 +53,7 @@ class Slot:
     num_slabs: int = 1  # of the parameter
 
     @staticmethod
-    def of(fqn: str, cut: Cut, full_offset: int, shard_offsets: tuple[int, ...]) -> Slot:
+    def placed(fqn: str, cut: Cut, full_offset: int, shard_offsets: tuple[int, ...]) -> Slot:
         """The slot of a parameter that is cut by `cut`."""
         return Slot(
             fqn, cut.shape, full_offset, _slot_pieces(cut), shard_offsets, cut, cut.num_slabs
@@ -122,7 +122,7 @@ class Layout:
         shard_ends = [0] * world_size
         for fqn, shape in names_and_shapes:
             cut = cut_of(tuple(shape), world_size, shares, by_rows=by_rows)
-            slots.append(Slot.of(fqn, cut, full_offset, tuple(shard_ends)))
+            slots.append(Slot.placed(fqn, cut, full_offset, tuple(shard_ends)))
             shard_ends = list(map(add, shard_ends, _rooms(cut, multiple)))
             full_offset += round_up(prod(shape), ALIGN_NUMEL)
             if world_size == 1:

@@ -69,7 +69,7 @@ class Owned:
     def member(self, computes: torch.dtype | None) -> Member:
         """Describe the parameter in a unit that computes in this dtype; None: in its own."""
         choices = {"is_packed": self.is_packed, "keeps_dtype": self.keeps_dtype}
-        member = Member.of(self.fqn, self.values, computes, **choices)
+        member = Member.describe(self.fqn, self.values, computes, **choices)
         if self.model is None:
             return member
         trains = self.parameter.requires_grad  # a local tensor does not say so
@@ -158,7 +158,7 @@ def owned_parameters(tree: ModuleTree) -> list[Owned]:
     for fqn, parameter, module, name in tree.parameters():
         is_packed = packed.is_packed(parameter)
         if id(parameter) not in by_id:
-            owned = Owned(fqn, parameter, [], is_packed, model=ModelCut.of(parameter))
+            owned = Owned(fqn, parameter, [], is_packed, model=ModelCut.found_on(parameter))
             by_id[id(parameter)] = [owned, *_tables(module, name, fqn)]
         owned, *tables = by_id[id(parameter)]
         for member in (owned, *tables):

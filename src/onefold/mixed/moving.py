@@ -109,7 +109,7 @@ class OptimizerStates:
     flats: list[Tensor] = field(default_factory=list)
 
     @staticmethod
-    def of(engine: Engine) -> list[OptimizerStates]:
+    def all_of(engine: Engine) -> list[OptimizerStates]:
         """The states of all optimizers of a module, in the order of their first parameters."""
         order = {parameter: n for n, parameter in enumerate(engine.by_sharded.values())}
         owners: list[tuple[int, OptimizerStates]] = []

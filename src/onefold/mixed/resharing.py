@@ -69,7 +69,7 @@ def reshare(module: nn.Module, shares: SharesChoice = AUTO) -> None:
         ready = _rest(engine)
         recipe = _recipe(engine, weights)
         if recipe.shares != engine.recipe.shares:
-            _Reshare.of(engine, ready, recipe, collect(group, ready.notes)).run()
+            _Reshare.prepare_for(engine, ready, recipe, collect(group, ready.notes)).run()
 
 
 def _checked_values(engine: Engine, shares: object) -> Shares | str:
@@ -145,7 +145,7 @@ def _rest(engine: Engine) -> _Ready:
         unit.refresh_master()
         unit.gradient.drop_cleared()
     gradients = {unit: unit.gradient.accumulated() for unit in _moving(engine)}
-    return _Ready(OptimizerStates.of(engine), gradients)
+    return _Ready(OptimizerStates.all_of(engine), gradients)
 
 
 def _moving(engine: Engine) -> list[Unit]:
@@ -166,7 +166,7 @@ class _Reshare:
     means: frozenset[str]  # parameters with a mean gradient
 
     @staticmethod
-    def of(engine: Engine, ready: _Ready, recipe: Recipe, notes: list[Any]) -> _Reshare:
+    def prepare_for(engine: Engine, ready: _Ready, recipe: Recipe, notes: list[Any]) -> _Reshare:
         """Take the notes of the ranks that held rows: a rank without rows counts no steps."""
         old = engine.context
         assert old.mesh is not None, "several ranks see their rows as DTensors"

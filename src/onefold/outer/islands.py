@@ -115,7 +115,7 @@ class islands:
                 f"every {periods}",
                 f"outer {_described_outer(anchors.outer)}",
             ]
-            return Introduction.of(engine.group, shares, facts)
+            return Introduction.introduce(engine.group, shares, facts)
 
         said = collect(group, prepare, ConfigError, compare)
         ((self.periods, anchors, coding),) = made

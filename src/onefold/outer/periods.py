@@ -47,7 +47,7 @@ class Periods:
         _check_count("Periods.fragments", self.fragments, 1)
         _check_count("Periods.delay", self.delay, 0)
         for name in (EXP_AVG, EXP_AVG_SQ):
-            period = self.of(name)
+            period = self.period_of(name)
             if period is not None and (not _is_count(period) or period % self.weights):
                 wanted = f"Periods.{name} to be None or a multiple of weights={self.weights}"
                 hint = f"{name}={3 * self.weights}: moments travel together with weights"
@@ -66,7 +66,7 @@ class Periods:
                 "Periods.keep to be at least 0 and below 1", repr(self.keep), hint=hint
             )
 
-    def of(self, kind: str) -> int | None:
+    def period_of(self, kind: str) -> int | None:
         """Steps between exchanges of one kind of value."""
         return {WEIGHTS: self.weights, EXP_AVG: self.exp_avg, EXP_AVG_SQ: self.exp_avg_sq}[kind]
 
@@ -80,7 +80,7 @@ class Periods:
             moved = step + fragment * self.weights // self.fragments
             if moved % self.weights == 0:
                 kinds = (WEIGHTS, EXP_AVG_SQ, EXP_AVG)  # which needs to see new second moments
-                periods = ((kind, self.of(kind)) for kind in kinds)
+                periods = ((kind, self.period_of(kind)) for kind in kinds)
                 return fragment, tuple(k for k, every in periods if every and moved % every == 0)
         return None
 

@@ -32,7 +32,7 @@ class Introduction:
     by_rows: list[bool]  # how the island cuts each unit
 
     @staticmethod
-    def of(group: Group, shares: Sequence[Share], facts: Sequence[str]) -> "Introduction":
+    def introduce(group: Group, shares: Sequence[Share], facts: Sequence[str]) -> "Introduction":
         """Describe the island of `group`, with the parameters that it exchanges."""
         context = shares[0].unit.context
         is_in_hops = context.routes.gather_hops is not None

@@ -173,7 +173,7 @@ def stages_of(trace: Trace, recipe: Recipe, pieces: Sequence[int]) -> list[Gathe
         own = [index for index, unit_piece in enumerate(pieces) if unit_piece == piece]
         trains = tuple(any(planned[index].partials) for index in own)
         units = tuple(facts[index] for index in own)
-        stages.append(GatheredUnits.of(units, policy_of(recipe).prefetch, trains))
+        stages.append(GatheredUnits.from_facts(units, policy_of(recipe).prefetch, trains))
     return stages
 
 

@@ -209,7 +209,7 @@ def _reduced_in_hops(members: tuple[Member, ...], layout: Layout, recipe: Recipe
     """Gradients are summed inside a node, then between nodes."""
     near, wire = recipe.local_world_size, recipe.wire
     inside, between = _group(recipe, near), _group(recipe, recipe.world_size // near)
-    node = NodeParts.of(layout.slabs(), Axes(between.world_size, near, inside.rank))
+    node = NodeParts.from_slabs(layout.slabs(), Axes(between.world_size, near, inside.rank))
     return UnitMessages(
         reduce=_reduce(members, node.inside, inside, wire.gradients_inside),
         second_hop=_reduce(members, node.between, between, wire.gradients_between),

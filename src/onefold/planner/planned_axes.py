@@ -49,7 +49,7 @@ class ModelAxes:
     virtual: int = 1
 
     @staticmethod
-    def of(choice: ModelAxes | Mapping[str, int] | None) -> ModelAxes:
+    def from_choice(choice: ModelAxes | Mapping[str, int] | None) -> ModelAxes:
         """The axes of `onefold.plan(axes=)`. Raises `ConfigError` for a name that is no axis."""
         try:
             return choice if isinstance(choice, ModelAxes) else ModelAxes(**(choice or {}))
@@ -182,12 +182,12 @@ class Anatomy:
     active: int = 1
 
     @staticmethod
-    def of(module: nn.Module, units: Sequence[UnitWork]) -> Anatomy:
+    def dissect(module: nn.Module, units: Sequence[UnitWork]) -> Anatomy:
         """Read a module, whose values are not needed, and the units of its trace."""
         from onefold.layout.module_tree import ModuleTree
         from onefold.layout.units import owned_parameters, repeated_blocks
 
-        owned = owned_parameters(ModuleTree.of(module))
+        owned = owned_parameters(ModuleTree.from_root(module))
         blocks = repeated_blocks(module)
         names = {part: name for name, part in module.named_modules()}
         anatomy = Anatomy(blocks=tuple(names[block] for block in blocks))

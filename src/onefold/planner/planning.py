@@ -79,7 +79,7 @@ def plan(  # noqa: PLR0913 - the contract
             the world, or for which the model has not enough heads, blocks or experts; a cluster of
             several kinds with axes or a wire.
     """
-    kinds, axes = clusters_of(cluster, world_size), ModelAxes.of(axes)
+    kinds, axes = clusters_of(cluster, world_size), ModelAxes.from_choice(axes)
     for kind in kinds:
         check_counts(ranks=kind.ranks, nodes=kind.nodes, seq=seq, accumulate=accumulate)
     check_counts(batch=1 if batch == "auto" else batch)
@@ -98,7 +98,7 @@ def plan(  # noqa: PLR0913 - the contract
         estimates += left_out(name, module)
     anatomy = Anatomy()
     if axes.are_used:
-        anatomy = Anatomy.of(module, first.units)
+        anatomy = Anatomy.dissect(module, first.units)
         anatomy.check(axes)
         estimates += anatomy.estimates(axes)
     search = Search(
@@ -124,7 +124,7 @@ def plan(  # noqa: PLR0913 - the contract
         name, word if precision is not None else None, recompute, search, rows_tried, best, closest,
         estimates,
         _compared(search, best or closest) if wire == "auto" else (),
-        MixedPlan.of(search, best or closest) if mixed else None,
+        MixedPlan.from_row(search, best or closest) if mixed else None,
     )  # fmt: skip
 
 
@@ -144,7 +144,7 @@ def _traces(
     try:
         first, two = exact(rows), exact(2) if is_open else None
     except Untraceable as error:
-        units = plan_units(ModuleTree.of(without_values(module)), precision=precision)
+        units = plan_units(ModuleTree.from_root(without_values(module)), precision=precision)
         exact = cache(lambda rows: estimated(units, rows * seq, precision))
         first, two = exact(rows), exact(2) if is_open else None
         estimates = (f"activations and work, as the forward cannot be traced ({error})",)

@@ -36,7 +36,9 @@ class Replay:
         self._stage = None
         if window is not None:
             reduces = schedule.policy.keeps_bytes and not schedule.policy.defers_reduction
-            self._stage = StageDrives.of(Drive(), len(trained), window, reduces_all=reduces)
+            self._stage = StageDrives.for_windows(
+                Drive(), len(trained), window, reduces_all=reduces
+            )
         self._calls: dict[int, Call] = {}
 
     def learn(self, num_microbatches: int) -> None:

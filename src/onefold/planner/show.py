@@ -223,7 +223,7 @@ class MixedPlan:
     more: tuple[tuple[str, int], ...] = ()
 
     @staticmethod
-    def of(search: Search, row: Row) -> MixedPlan:
+    def from_row(search: Search, row: Row) -> MixedPlan:
         """Compare the split of a row with the equal one, and look for remedies if it misses."""
         assert row.mixed is not None, "a row on several kinds of devices has a split"
         job, split = search.job(row.forecast.recipe, row.rows), row.mixed

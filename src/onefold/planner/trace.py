@@ -114,7 +114,7 @@ def trace(
     skeleton = without_values(module)
     inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
     inputs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), inputs)
-    tree, precision = ModuleTree.of(skeleton), precision or Precision()
+    tree, precision = ModuleTree.from_root(skeleton), precision or Precision()
     tracer = _Tracer(skeleton, plan_units(tree, units, precision=precision), precision)
     if precision.compute is not None:
         keep_dtypes(tree.modules, precision.compute)

@@ -41,7 +41,7 @@ class Meter(Observer):
         self._ledger = Ledger()  # of no module yet
 
     @staticmethod
-    def of(engine: Engine) -> Meter:
+    def on_engine(engine: Engine) -> Meter:
         """Return the meter of a module; the first call starts it."""
         meter, root = engine.facts.about(Meter), engine.module()
         if meter not in members_of(engine.ledger.observer) and root is not None:

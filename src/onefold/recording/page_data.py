@@ -81,7 +81,7 @@ def view_of(
     columns, spans = most
     return StepView(
         recorded=recorded,
-        line=RankLine.of(record, resident_peak_nbytes),
+        line=RankLine.from_record(record, resident_peak_nbytes),
         sent={name: {"calls": s.calls, "nbytes": s.nbytes} for name, s in record.sent.items()},
         memory=tuple(memory_stacks(record, columns)),
         lanes=tuple(lanes(record, spans)),

@@ -71,7 +71,7 @@ class RankLine:
         return self.peak_by_tier.get("device", 0)
 
     @staticmethod
-    def of(record: StepRecord, resident_peak_nbytes: int = 0) -> RankLine:
+    def from_record(record: StepRecord, resident_peak_nbytes: int = 0) -> RankLine:
         """Sum up a record."""
         peaks, memory = dict[str, int](), record.memory
         for series, nbytes in zip(record.series, memory.nbytes, strict=True):

@@ -258,7 +258,7 @@ class UnitSpec:
     is_trained: bool  # a parameter required a gradient at first; else its master is made later
 
     @staticmethod
-    def of(plan: UnitPlan, context: Context, index: int, *, is_offloaded: bool) -> UnitSpec:
+    def from_plan(plan: UnitPlan, context: Context, index: int, *, is_offloaded: bool) -> UnitSpec:
         """The spec of a planned unit; `index` numbers the units of a module."""
         dtype, compute = plan.dtype, context.compute
         is_own = plan.is_packed or plan.keeps_dtype

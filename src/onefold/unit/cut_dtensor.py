@@ -198,7 +198,7 @@ class _FullTensor(torch.autograd.Function):
         own = local.new_zeros(max(lengths) * inner)
         own[: local.numel()] = local.reshape(-1)
         rows = own.new_empty(len(lengths) * len(own))
-        Group.of(shown.device_mesh.get_group()).all_gather(rows, own).wait()
+        Group.from_handle(shown.device_mesh.get_group()).all_gather(rows, own).wait()
         parts = [
             part[: length * inner].view(length, *local.shape[1:])
             for part, length in zip(rows.view(len(lengths), -1), lengths, strict=True)

@@ -94,7 +94,7 @@ class _View:
     offset: int
 
     @staticmethod
-    def of(memory: _Memory, tensor: Tensor) -> _View:
+    def over_tensor(memory: _Memory, tensor: Tensor) -> _View:
         offset = int(tensor.storage_offset())
         return _View(memory, tensor.dtype, tensor.shape, tensor.stride(), offset)
 
@@ -227,7 +227,7 @@ class Deferred(TorchDispatchMode):
                 if operation is None:
                     operation = self._described_call(func, args, before, reads, None)
                 memory = self._know(tensor, may_drop=name in FACTORIES)
-                operation.results.append((index, _View.of(memory, tensor)))
+                operation.results.append((index, _View.over_tensor(memory, tensor)))
                 memory.note(operation)
                 known.append(memory)
             elif is_new and name in EMPTY:
@@ -261,7 +261,7 @@ class Deferred(TorchDispatchMode):
             if not isinstance(value, Tensor):
                 return value
             memory = self._memory_of(value)
-            return value.clone() if memory is None else _View.of(memory, value)
+            return value.clone() if memory is None else _View.over_tensor(memory, value)
 
         kept_args, kept_kwargs = tree_map(kept, (args, kwargs))
         return _Operation(next(self._numbers), func, kept_args, kept_kwargs, reads, over)
@@ -286,7 +286,7 @@ class Deferred(TorchDispatchMode):
     def _empty(self, tensor: Tensor) -> _Memory:
         """Know a new tensor that has no values: reading it would show that."""
         memory = self._know(tensor, may_drop=True)
-        args = (_View.of(memory, tensor), _blank_of(tensor))
+        args = (_View.over_tensor(memory, tensor), _blank_of(tensor))
         number, fill = next(self._numbers), torch.ops.aten.fill_.Scalar
         memory.log.append(_Operation(number, fill, args, {}, [], memory))
         if memory.storage is None:

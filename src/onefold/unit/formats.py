@@ -327,7 +327,7 @@ def described(
     """Describe the message of numbers, without its bytes."""
     shape = numbers.mT.shape if is_transposed else numbers.shape
     message = torch.empty(format_of(word).nbytes(shape), dtype=torch.uint8, device="meta")
-    return QuantizedWeight.of(
+    return QuantizedWeight.describing(
         message, word, numbers, is_multiplied=is_multiplied, is_transposed=is_transposed
     )
 

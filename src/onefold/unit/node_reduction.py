@@ -90,7 +90,7 @@ class Replicated(OneHop):
         if not (self._between.transport.is_quantized and self._spec.context.routes.feeds_back):
             return []
         is_used = [count != 0 for count in self.counts.tolist()]
-        residual_of = self.feedback.of("means", self._between.regions(which, is_used))
+        residual_of = self.feedback.residuals_of("means", self._between.regions(which, is_used))
         pairs = list[tuple[Tensor, Tensor]]()
         for region, (index, part) in enumerate(zip(which, parts, strict=True)):
             is_quantized = len(self._spec.wire.slots[index].shape) > 1 and len(part)
@@ -121,7 +121,7 @@ class TwoHop(OneHop):
 
     def __init__(self, spec: UnitSpec, hops: Hops) -> None:
         super().__init__(spec, hops.inside)
-        self._node = node = NodeParts.of(self._slabs, hops.axes)
+        self._node = node = NodeParts.from_slabs(self._slabs, hops.axes)
         feedback = self.feedback
         self._first = GradientHop(spec, hops.inside, feedback, node.inside, INSIDE)
         self._between = GradientHop(spec, hops.between, feedback, node.between, BETWEEN)

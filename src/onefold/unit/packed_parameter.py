@@ -108,7 +108,7 @@ class QuantizedParameter(UnitParameter):
         return self._guarded(self.local)
 
     def _guarded(self, own: Tensor) -> Tensor:
-        return QuantizedBytes.of(own, tuple(self.local.shape), ref(self))
+        return QuantizedBytes.over_view(own, tuple(self.local.shape), ref(self))
 
     def shown_sharded(self) -> Tensor:
         """The sharded parameter as a tensor that refuses edits."""

@@ -28,7 +28,9 @@ class QuantizedBytes(Tensor):
     _onefold_owner: ReferenceType[Any]
 
     @staticmethod
-    def of(view: Tensor, message: tuple[int, ...], owner: ReferenceType[Any]) -> QuantizedBytes:
+    def over_view(
+        view: Tensor, message: tuple[int, ...], owner: ReferenceType[Any]
+    ) -> QuantizedBytes:
         """Show `view`, a part of own bytes of shape `message`; `owner`: its `UnitParameter`."""
         shown: Any = Tensor._make_subclass(QuantizedBytes, view)
         shown.bytes, shown._message, shown._onefold_owner = view, message, owner
@@ -63,7 +65,7 @@ class QuantizedBytes(Tensor):
     def _view(self, output: Any) -> Any:
         if not isinstance(output, Tensor):
             return output
-        return QuantizedBytes.of(output, self._message, self._onefold_owner)
+        return QuantizedBytes.over_view(output, self._message, self._onefold_owner)
 
 
 def plain_bytes(leaf: Any) -> Any:

@@ -145,7 +145,7 @@ class Feedback:
         self._context = context
         self._residuals: dict[tuple[str, str, int], Buffer] = {}
 
-    def of(self, hop: str, regions: Sequence[Region]) -> ErrorFeedback | None:
+    def residuals_of(self, hop: str, regions: Sequence[Region]) -> ErrorFeedback | None:
         """The residuals of a message's `regions`, for its transport; None without feedback."""
         if not self._context.routes.feeds_back:
             return None
@@ -237,7 +237,7 @@ class GradientHop:
             cut = self._cuts[which] = MessageLayout(*regions, group, itemsize, spec.name)
         feedback = None
         if self._feeds_back:
-            feedback = self._feedback.of(self._name, self.regions(which, used))
+            feedback = self._feedback.residuals_of(self._name, self.regions(which, used))
         reduction = Reduction(partials, cut, out, fresh, self._label, feedback)
         return self.transport.reduce_scatter(reduction)
 

@@ -117,7 +117,9 @@ class ShardedForm:
         else:
             is_own = not in_background and local.device == self.sharded.device
             shown = (
-                whole.shown(local) if is_own else shown_grads.RestingGrad.of(local, self.sharded)
+                whole.shown(local)
+                if is_own
+                else shown_grads.RestingGrad.showing(local, self.sharded)
             )
         if in_background:
             dtensors.introduce(shown, ref(self))  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ class RestingGrad(Tensor):
     """The values, where they are not its own."""
 
     @staticmethod
-    def of(values: Tensor, sharded: Tensor) -> RestingGrad:
+    def showing(values: Tensor, sharded: Tensor) -> RestingGrad:
         """Show `values` as a gradient of the parameter `sharded`."""
         with torch._C.DisableTorchFunctionSubclass():
             if values.device == sharded.device:

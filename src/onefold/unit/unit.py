@@ -72,7 +72,7 @@ class Unit(UnitWeights):
         self, plan: UnitPlan, context: Context, index: int, owner: UnitOwner, *,
         is_offloaded: bool = False, keeps_gradients: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(UnitSpec.of(plan, context, index, is_offloaded=is_offloaded))
+        super().__init__(UnitSpec.from_plan(plan, context, index, is_offloaded=is_offloaded))
         self.find_owner = ref(owner)
         self.state = UnitState.RESTING
         self.is_tiled = plan.tile_nbytes > 0  # gathered in row blocks

@@ -58,7 +58,7 @@ class Group:
     digest: StepDigest = field(default_factory=StepDigest, compare=False)  # of what no lane carries
 
     @staticmethod
-    def of(handle: dist.ProcessGroup | None) -> Group:
+    def from_handle(handle: dist.ProcessGroup | None) -> Group:
         if handle is None:
             return Group(0, 1, None)
         return Group(dist.get_rank(handle), dist.get_world_size(handle), handle)
@@ -72,14 +72,14 @@ class Group:
         world = cast("dist.ProcessGroup", dist.group.WORLD)
         lacks_cpu = on_cpu and "cpu:" not in dist.get_backend_config(world)
         if len(ranks) == dist.get_world_size() and not lacks_cpu:
-            return Group.of(world)
+            return Group.from_handle(world)
         bound = world.bound_device_id
         # then NCCL would split the world's communicator, and wait for ranks outside the group
         splits = bound is not None and world._get_backend(bound).supports_splitting
         backend = "gloo" if splits or lacks_cpu else None
         with named(f"ranks {ranks} to begin a group"):
             handle = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
-        return Group.of(handle if isinstance(handle, dist.ProcessGroup) else None)
+        return Group.from_handle(handle if isinstance(handle, dist.ProcessGroup) else None)
 
     def global_ranks(self) -> list[int]:
         """The ranks as the default process group numbers them, in rank order."""

@@ -75,7 +75,7 @@ def resolve(mesh: MeshChoice, timeout: timedelta = TIMEOUT) -> Ranks:
     if isinstance(mesh, DeviceMesh) and mesh.ndim == 2:
         return _two_axes(mesh)
     handle, device_mesh = _group_of(mesh, timeout)
-    return Ranks(Group.of(handle), device_mesh)
+    return Ranks(Group.from_handle(handle), device_mesh)
 
 
 def of_axis(mesh: object, about: str = "units={...: mesh}") -> Ranks:
@@ -87,7 +87,7 @@ def of_axis(mesh: object, about: str = "units={...: mesh}") -> Ranks:
         wanted, got = f"a mesh of one axis for {about}", f"one of {mesh.ndim}: {tuple(mesh.shape)}"
         raise ConfigError(wanted, got, hint=_SLICE)
     handle, device_mesh = _group_of(mesh, TIMEOUT)
-    return Ranks(Group.of(handle), device_mesh)
+    return Ranks(Group.from_handle(handle), device_mesh)
 
 
 _SLICE = 'pass one axis of a mesh, such as mesh["replica"]'
@@ -109,17 +109,17 @@ def _two_axes(mesh: DeviceMesh) -> Ranks:
         hint = "init_device_mesh(device, (nodes, ranks of a node))"
         raise ConfigError(wanted, mesh.mesh.tolist(), hint=hint)
     if len(ranks) == dist.get_world_size():
-        whole = Ranks(Group.of(dist.group.WORLD))
+        whole = Ranks(Group.from_handle(dist.group.WORLD))
     elif mesh.mesh_dim_names:
         flat = mesh._flatten()
-        whole = Ranks(Group.of(flat.get_group()), flat)
+        whole = Ranks(Group.from_handle(flat.get_group()), flat)
     else:
         wanted = "axes with names, of a mesh that is not the whole world"
         hint = 'init_device_mesh(..., mesh_dim_names=("node", "rank"))'
         raise ConfigError(wanted, mesh, hint=hint)
     if 1 in mesh.shape:  # one node, or one rank on each
         return replace(whole, is_flat=True)
-    inside, between = Group.of(mesh.get_group(1)), Group.of(mesh.get_group(0))
+    inside, between = Group.from_handle(mesh.get_group(1)), Group.from_handle(mesh.get_group(0))
     return replace(whole, inside=inside, between=between)
 
 

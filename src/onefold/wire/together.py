@@ -134,7 +134,7 @@ def announcing(group: Group, kind: type[OnefoldError] = WireError) -> Iterator[N
 
 def failure_of(error: BaseException, group: Group, kind: type[OnefoldError]) -> Failure:
     """This rank's error as the others raise it."""
-    return Failure.of(error, group.global_ranks()[group.rank], kind)
+    return Failure.from_error(error, group.global_ranks()[group.rank], kind)
 
 
 @contextmanager
@@ -153,7 +153,7 @@ def refusing() -> Iterator[None]:
         is_news = not is_agreed(error) and not isinstance(error, WireError)
         if is_news and (store := _store_of_world()):
             with suppress(RuntimeError):  # the store's host has ended
-                _leave_failure(store, Failure.of(error, dist.get_rank(), WireError))
+                _leave_failure(store, Failure.from_error(error, dist.get_rank(), WireError))
         raise
 
 

@@ -60,7 +60,7 @@ def joined(*, use_gpus: bool = True) -> Iterator[World]:
     with ending_process(TIMEOUT_S + SPARE_S, no_answer):
         start_group(device, timeout)
     try:
-        yield World(with_hosts(Group.of(dist.group.WORLD)), device)
+        yield World(with_hosts(Group.from_handle(dist.group.WORLD)), device)
     finally:
         dist.destroy_process_group()
 

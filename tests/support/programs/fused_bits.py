@@ -155,7 +155,7 @@ def transported(
     rank: int, codec: Codec, dtype: torch.dtype, into: torch.dtype
 ) -> list[torch.Tensor]:
     """A gather, differences of one, and a reduction with feedback, through the whole transport."""
-    group, layout = Group.of(dist.group.WORLD), Layout.build(SHAPES, dist.get_world_size())
+    group, layout = Group.from_handle(dist.group.WORLD), Layout.build(SHAPES, dist.get_world_size())
     transport = Quantized(Composed(Exchange(group, Ledger())), codec)
     full = values_of(layout.full_numel, dtype, rank)
     slots = layout.slots

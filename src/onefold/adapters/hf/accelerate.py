@@ -98,8 +98,8 @@ def adopt(
     _check_ranks(accelerator, model)
     mark_prepared(model)
     _honour_precision(accelerator, model, precision)
-    WholeWeights.of(model, Path(accelerator.project_dir or "."))
-    adopted = AdoptedModels.of(accelerator)
+    WholeWeights.from_folder(model, Path(accelerator.project_dir or "."))
+    adopted = AdoptedModels.from_accelerator(accelerator)
     adopted.add(model, optimizer)
     prepared = [adopted.prepare_optimizer(part) for part in as_list(optimizer)]
     accelerator.prepare_model(model)
@@ -266,7 +266,7 @@ class AdoptedModels:
         accelerator.register_load_state_pre_hook = loading.register
 
     @staticmethod
-    def of(accelerator: Any) -> AdoptedModels:
+    def from_accelerator(accelerator: Any) -> AdoptedModels:
         """Return the accelerator's own; the first call makes it."""
         if _ATTRIBUTE not in accelerator.__dict__:
             accelerator.__dict__[_ATTRIBUTE] = AdoptedModels(accelerator)

@@ -32,7 +32,7 @@ class Numbers(TrainerCallback):
     def on_train_begin(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
         """Start to measure."""
         if is_sharded(kwargs["model"]):
-            Meter.of(engine_of(kwargs["model"]))
+            Meter.on_engine(engine_of(kwargs["model"]))
 
     def on_log(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
         """Add numbers to the logs of a training step."""

@@ -209,7 +209,7 @@ class WholeWeights:
         self._values: dict[str, Tensor] = {}  # by every name of the state dict; on rank 0
 
     @staticmethod
-    def of(module: nn.Module, folder: Path) -> WholeWeights:
+    def from_folder(module: nn.Module, folder: Path) -> WholeWeights:
         """Return the module's own, after installing it at the first call.
 
         `folder` must be on a file system that all ranks see.

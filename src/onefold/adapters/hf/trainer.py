@@ -132,7 +132,7 @@ class Callback(TrainerCallback):
 
     def whole(self, model: nn.Module, args: Args) -> WholeWeights:
         """The model's weights as rank 0 can have them whole."""
-        return WholeWeights.of(model, Path(str(args.output_dir)))
+        return WholeWeights.from_folder(model, Path(str(args.output_dir)))
 
     # events
 

@@ -106,7 +106,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     with opened(job.model) as source:
         preflight(job, source)
         if ranks == 1:
-            return _generate(job, arguments, World(Group.of(None), take_own_device()))
+            return _generate(job, arguments, World(Group.from_handle(None), take_own_device()))
         with _handed_over(job, source.files):
             return launch(argv, ranks)
 

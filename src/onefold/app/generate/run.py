@@ -178,7 +178,7 @@ def load(job: GenerateJob, source: ModelSource, mesh: Any = None) -> Loaded:
     tokens: Tokens = Bytes() if tokenizer is None else Words(tokenizer)
     if tokenizer is None:
         sources.check_bytes(module, source)
-    prompt = tokens.of(job.prompt)
+    prompt = tokens.ids_of(job.prompt)
     _check_length(module, len(prompt), job)
     numel = sum(parameter.numel() for parameter in module.parameters())
     onefold.stream(module, budget=job.budget, rest=job.rest, offload=job.offload, mesh=mesh)

@@ -23,7 +23,7 @@ class Bytes:
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def of(self, text: str) -> list[int]:
+    def ids_of(self, text: str) -> list[int]:
         return list(text.encode())
 
     def text(self, tokens: Sequence[int], *, is_last: bool = False) -> str:
@@ -42,7 +42,7 @@ class Words:
         self._waiting: list[int] = []  # since the last line of text was complete
         self._shown = ""  # of their text
 
-    def of(self, text: str) -> list[int]:
+    def ids_of(self, text: str) -> list[int]:
         tokens: list[int] = self._tokenizer(text)["input_ids"]
         if not tokens:
             raise ConfigError("a prompt of one token", repr(text), hint="write a word")
@@ -61,7 +61,7 @@ class Words:
 
 
 Tokens = Bytes | Words
-"""Text as tokens. `of` returns those of a prompt. `text` is called with the tokens of one text, and
+"""Text as tokens. `ids_of` returns those of a prompt. `text` is called with the tokens of one text, and
 returns what further tokens complete of it: the rest with the last ones."""
 
 

@@ -82,7 +82,7 @@ def pipeline(schedule: Schedule, *, window: Window = None, tied: Tied = None) ->
     """
     stages = _stages_of(schedule)
     splits = _splits(schedule)
-    group = Group.of(stages[0].group or dist.group.WORLD)
+    group = Group.from_handle(stages[0].group or dist.group.WORLD)
     engines = dict[int, Engine]()
 
     def check() -> list[str]:

@@ -55,14 +55,14 @@ class StageDriver:
             "splits": splits,
             "reduces_all": engine.recipe.keeps_gathered and not engine.recipe.sums_rest,
         }
-        self._drives = StageDrives.of(Drive(), len(engine.units), window)
+        self._drives = StageDrives.for_windows(Drive(), len(engine.units), window)
 
     def begin(self, *, trains: bool) -> None:
         """The schedule's step starts; `trains`: backwards follow."""
         engine = self.engine
         # the other choices may be those of a step that failed, and has not ended
         caller = Drive(accumulates=engine.schedule.driven.accumulates)
-        self._drives = StageDrives.of(
+        self._drives = StageDrives.for_windows(
             caller, len(engine.units), self.window, trains=trains, **self._choices
         )
         engine.drive(self._drives.step)

@@ -97,7 +97,7 @@ class _Call:
 
     @cached_property
     def heads(self) -> HeadCut:
-        return HeadCut.of(self.query[1], self.key[1], self.group.world_size)
+        return HeadCut.over_parts(self.query[1], self.key[1], self.group.world_size)
 
     def check(self, mask: Tensor | None, is_causal: bool, padding: int) -> None:
         """Raise the same error on every rank, before anything is sent."""
@@ -211,7 +211,7 @@ class HeadCut:
     parts: int
 
     @classmethod
-    def of(cls, num_heads: int, num_kv_heads: int, parts: int) -> HeadCut:
+    def over_parts(cls, num_heads: int, num_kv_heads: int, parts: int) -> HeadCut:
         """Raises `ConfigError` unless the query heads are a multiple of the others."""
         if num_kv_heads < 1 or num_heads % num_kv_heads:
             wanted = "query heads that are a multiple of the heads of keys and values"

@@ -38,7 +38,7 @@ class Kernel:
         return call
 
     @classmethod
-    def of(cls, library: ctypes.CDLL | None) -> list[Self]:
+    def offered_by(cls, library: ctypes.CDLL | None) -> list[Self]:
         """Those of a library that this CPU runs, the fastest first."""
         name = getattr(library, f"onefold_{cls.word}_name", None)
         if library is None or name is None:
@@ -52,4 +52,4 @@ class Kernel:
     @classmethod
     def fastest(cls) -> Self | None:
         """The one to use, if there is one."""
-        return next(iter(cls.of(library())), None)
+        return next(iter(cls.offered_by(library())), None)
