@@ -37,7 +37,7 @@ class Member:
     cut: str = ""  # over model axes; `shape` is that of this rank's piece
 
     @staticmethod
-    def describe(
+    def from_parameter(
         fqn: str, parameter: torch.Tensor, computes: torch.dtype | None, *,
         is_packed: bool = False, keeps_dtype: bool = False,
     ) -> Member:  # fmt: skip

@@ -25,6 +25,7 @@ from onefold.checkpoint.save import finish_pending
 from onefold.checkpoint.source import Source, open_source, spread_ties, unstack
 from onefold.checkpoint.stages import Modules, Optimizers, ShardedModel, Stages
 from onefold.checkpoint.targets import Targets
+from onefold.config import STAGES, Placement
 from onefold.errors import CheckpointError, Failure, is_agreed
 from onefold.wire.collectives import Group
 from onefold.wire.together import announcing, difference
@@ -193,7 +194,8 @@ def _check_own(
     if not (names and own and manifest):
         return
     is_cut = models[0].engine.recipe.is_sharded
-    if is_cut == (manifest.stage > 0) and source.saved_ranks == group.world_size:
+    was_cut = STAGES[manifest.stage].optimizer is Placement.SHARD
+    if is_cut == was_cut and source.saved_ranks == group.world_size:
         return
     for rank in range(source.saved_ranks):
         others = _own_tensors(source.rank_state(rank))

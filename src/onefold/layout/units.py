@@ -69,7 +69,7 @@ class Owned:
     def member(self, computes: torch.dtype | None) -> Member:
         """Describe the parameter in a unit that computes in this dtype; None: in its own."""
         choices = {"is_packed": self.is_packed, "keeps_dtype": self.keeps_dtype}
-        member = Member.describe(self.fqn, self.values, computes, **choices)
+        member = Member.from_parameter(self.fqn, self.values, computes, **choices)
         if self.model is None:
             return member
         trains = self.parameter.requires_grad  # a local tensor does not say so
