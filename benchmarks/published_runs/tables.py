@@ -9,7 +9,7 @@ from statistics import mean
 from typing import Any
 
 from onefold.planner.costs import Conditions, LinkGroup, gather_cost
-from onefold.planner.machines import FITS, MACHINES, Efficiency, Link, machine_of
+from onefold.planner.machines import FITS, Efficiency, Link, known_machines, machine_of
 from onefold.planner.simulate import (
     HOUR,
     LLAMA3_DEVICE_MTBF,
@@ -144,17 +144,20 @@ def constants() -> list[str]:
 def machines() -> list[str]:
     """The machines that the planner knows."""
     return table(
-        ("machine", "bf16 TFLOP/s", "memory TB/s", "GB", "inside GB/s", "outside GB/s a rank",
-         "constants of"),
+        ("machine", "bf16 TFLOP/s", "memory TB/s", "GB", "ranks a node", "inside GB/s",
+         "outside GB/s a rank", "host GB/s", "constants of", "source"),
         (
             (
-                machine.name, f"{machine.flops['bf16'] / 1e12:.0f}",
+                machine.name, f"{machine.flops['bf16'] / 1e12:.4g}",
                 f"{machine.memory_rate / 1e12:.2f}", f"{machine.memory_nbytes / 1e9:.0f}",
-                f"{machine.inside.nbytes_per_second / 1e9:.0f}",
+                f"{machine.ranks_per_node}",
+                f"{machine.inside.nbytes_per_second / 1e9:.4g}",
                 f"{machine.outside.nbytes_per_second / 1e9:.1f}",
+                f"{machine.host_rate / 1e9:.0f}",
                 next(name for name, fit in FITS.items() if fit == machine.efficiency),
+                "[{}]({})".format(*machine.source.split(", ")),
             )
-            for machine in MACHINES.values()
+            for machine in known_machines().values()
         ),
     )  # fmt: skip
 

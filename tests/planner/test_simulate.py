@@ -18,7 +18,7 @@ from published_runs.tables import young_interval
 
 from onefold.errors import ConfigError
 from onefold.planner.costs import LinkGroup, gather_cost
-from onefold.planner.machines import MACHINES, Efficiency, Link, Machine, machine_of
+from onefold.planner.machines import Efficiency, Link, Machine, known_machines, machine_of
 from onefold.planner.simulate import goodput, scaling_curve, slowest_of
 from onefold.planner.work import ModelWork, UnitWork, Work
 from tests.laws.test_bytes import NUMEL as NUMEL_OF_ENGINE
@@ -502,7 +502,7 @@ def test_the_simulator_imports_no_torch():
 
 
 def test_every_machine_has_efficiencies_below_one():
-    for machine in MACHINES.values():
+    for machine in known_machines().values():
         shares = machine.efficiency
         assert 0 < shares.matmul <= 1
         assert 0 < shares.attention <= 1

@@ -1,13 +1,20 @@
 """Machines as data: peak speeds from data sheets, links from measurements, three fitted constants.
 
-docs/measurements/time.md says where every figure comes from, and how far the published runs are
-from it. No figure is measured here: `onefold.fit.rates` measures the machine that it runs on.
+machines.toml has the figures and their sources, and users' files have its form.
+docs/measurements/time.md says how far published runs are from them. No figure is measured here:
+`onefold.fit.rates` measures the machine that it runs on.
 """
 
-from collections.abc import Mapping
+import os
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from onefold.errors import ConfigError
 
@@ -46,6 +53,7 @@ class Machine:
     cpu_rate, disk_rate: a rank's share of host memory traffic, and of the disks.
     kernel_seconds: host time of one kernel launch, which hides behind the kernel before.
     spread: standard deviation of a rank's compute time relative to its mean, for stragglers.
+    source: where peaks and memory are published.
     """
 
     name: str
@@ -61,6 +69,7 @@ class Machine:
     disk_rate: float = 2e9
     kernel_seconds: float = 5e-6
     spread: float = 0.0
+    source: str = ""
 
     def peak(self, dtype: str) -> float:
         """Return the dense peak of `dtype` in FLOP/s; `ConfigError` for an unknown one."""
@@ -71,22 +80,6 @@ class Machine:
         return self.flops[dtype]
 
 
-NVLINK_HOP, NETWORK_HOP = 4e-6, 20e-6  # seconds, derived in docs/measurements/time.md
-NETWORK_SHARE = 0.74  # of a card's rate that collectives reach: 8x B200, 400 Gb/s cards
-
-
-def _network(gigabits: float) -> Link:
-    """One network card per rank."""
-    return Link(gigabits / 8 * 1e9 * NETWORK_SHARE, NETWORK_HOP)
-
-
-_AMPERE = MappingProxyType({"bf16": 312e12, "fp16": 312e12, "tf32": 156e12, "fp32": 19.5e12})
-_HOPPER = MappingProxyType(
-    {"fp8": 1979e12, "bf16": 989e12, "fp16": 989e12, "tf32": 494e12, "fp32": 67e12}
-)
-_BLACKWELL = MappingProxyType(
-    {"fp8": 4500e12, "bf16": 2250e12, "fp16": 2250e12, "tf32": 1125e12, "fp32": 75e12}
-)
 FITS: Mapping[str, Efficiency] = MappingProxyType(
     {
         "FSDP 2023, H100": Efficiency(0.80, 0.16, 0.95, 0.26),
@@ -97,38 +90,151 @@ FITS: Mapping[str, Efficiency] = MappingProxyType(
 )
 """Fits to published runs by benchmarks/published.py; docs/measurements/time.md shows them."""
 
-MACHINES: Mapping[str, Machine] = MappingProxyType(
-    {
-        machine.name: machine
-        for machine in (
-            Machine("a100-40", _AMPERE, 1.555e12, 40e9, Link(235e9, NVLINK_HOP), _network(200),
-                    FITS["FSDP 2023, A100"]),
-            Machine("a100-80", _AMPERE, 2.039e12, 80e9, Link(235e9, NVLINK_HOP), _network(200),
-                    FITS["FSDP 2023, A100"]),
-            Machine("h100-80", _HOPPER, 3.35e12, 80e9, Link(360e9, NVLINK_HOP), _network(400),
-                    FITS["FSDP2 2024, H100"], host_rate=50e9),
-            Machine("h100-96-500w", _HOPPER, 2.4e12, 96e9, Link(360e9, NVLINK_HOP), _network(400),
-                    FITS["FSDP2 2024, H100"], host_rate=50e9),
-            Machine("h200", _HOPPER, 4.8e12, 141e9, Link(360e9, NVLINK_HOP), _network(400),
-                    FITS["FSDP2 2024, H100"], host_rate=50e9),
-            Machine("b200", _BLACKWELL, 8.0e12, 180e9, Link(720e9, NVLINK_HOP), _network(400),
-                    FITS["FSDP2 2024, H100"], host_rate=50e9),
-        )
-    }
-)  # fmt: skip
-
-
 _SHORT = {"a100": "a100-80", "h100": "h100-80"}
 """The usual variant of a machine that has several."""
 
+_NAME = re.compile("[a-z][a-z0-9._-]*")
+_HINT = "docs/guides/choose-a-stage.md#other-gpus lists the fields"
+_MOST = 1e30
+"""More than any rate, size or time: a number above it is a slip."""
 
-def machine_of(name: str) -> Machine:
-    """Return the machine called `name`, in any case; `ConfigError` lists the known ones."""
-    known = name.strip().lower()
-    known = _SHORT.get(known, known)
-    if known not in MACHINES:
-        close = get_close_matches(known, MACHINES, n=1, cutoff=0.5)
-        other = "describe any other machine with onefold.planner.machines.Machine(...)"
-        hint = f"did you mean {close[0]}?" if close else other
-        raise ConfigError(f"a GPU among {', '.join(MACHINES)}", repr(name), hint=hint)
-    return MACHINES[known]
+_Row = dict[str, Any]
+"""The fields of a machine as in machines.toml; a peak is a field `flops.DTYPE`."""
+_DTYPES = ("fp8", "bf16", "fp16", "tf32", "fp32")
+_NEEDED = ("flops.bf16", "flops.fp32", "memory_rate", "memory_nbytes", "inside_rate",
+           "outside_rate", "fit")  # fmt: skip
+_DEFAULTS: Mapping[str, Any] = {"inside_latency": 4e-6, "outside_latency": 20e-6}
+"""Seconds of a hop over NVLink and over the network, derived in docs/measurements/time.md."""
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < _MOST
+
+
+_RATE = ("a number above 0", lambda value: _is_number(value) and value > 0)
+_SECONDS = ("a number of at least 0", _is_number)
+_TEXT = ("a text", lambda value: isinstance(value, str))
+_FIELDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "like": _TEXT,
+    "source": _TEXT,
+    **dict.fromkeys((f"flops.{dtype}" for dtype in _DTYPES), _RATE),
+    **dict.fromkeys(("memory_rate", "memory_nbytes", "inside_rate", "outside_rate"), _RATE),
+    **dict.fromkeys(("host_rate", "cpu_rate", "disk_rate"), _RATE),
+    **dict.fromkeys(("inside_latency", "outside_latency", "kernel_seconds", "spread"), _SECONDS),
+    "ranks_per_node": ("a whole number above 0", lambda value: type(value) is int and value > 0),
+    "fit": (f"one of {', '.join(map(repr, FITS))}", lambda value: value in [*FITS]),
+}
+"""What the value of each field has to be, in words and as a check."""
+
+
+def machine_of(name: str, machines: Mapping[str, Machine] | None = None) -> Machine:
+    """Return the machine called `name`, in any case; `ConfigError` lists the known ones.
+
+    machines: those that `read_machines` returned; default: those that are known without a file.
+    """
+    machines = known_machines() if machines is None else machines
+    return machines[_found(name, machines)]
+
+
+@cache
+def known_machines() -> Mapping[str, Machine]:
+    """Return the machines of machines.toml, by name."""
+    return _machines(_known_rows())
+
+
+def read_machines(path: str | os.PathLike[str]) -> Mapping[str, Machine]:
+    """Return the known machines and those of a TOML file, by name in lower case.
+
+    Each table of the file is a machine: its fields as in `planner/machines.toml`. With `like`, the
+    name of a known machine or of one above it, all fields but `source` may be left out.
+
+    Raises:
+        ConfigError: no such file, or no TOML; a name that exists already; a field that is unknown,
+            is missing or has a wrong value. The message names file, machine and field.
+    """
+    return _machines(_rows(Path(path), _known_rows()))
+
+
+@cache
+def _known_rows() -> Mapping[str, _Row]:
+    return _rows(Path(__file__).with_name("machines.toml"), {})
+
+
+def _rows(path: Path, known: Mapping[str, _Row]) -> Mapping[str, _Row]:
+    """Return the known rows and those of a file, checked and whole."""
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"a TOML file at {str(path)!r}", error, hint=_HINT) from error
+    rows = dict(known)
+    for name, table in tables.items():
+        key, where = name.lower(), f"{path}, [{name}]"
+        if not isinstance(table, dict):
+            wanted = "a table of fields for each machine, such as [my-gpu]"
+            raise ConfigError(wanted, f"{name} = {table!r}", where=str(path), hint=_HINT)
+        if not _NAME.fullmatch(key):
+            hint = "a name begins with a letter, and has letters, digits and . _ - alone"
+            raise ConfigError("the name of a machine", repr(name), where=str(path), hint=hint)
+        if key in rows or key in _SHORT:
+            hint = f"take another name, and like = {name!r} for what stays the same"
+            raise ConfigError("the name of a new machine", repr(name), where=where, hint=hint)
+        rows[key] = _whole(table, rows, where)
+    return rows
+
+
+def _whole(table: Mapping[str, Any], rows: Mapping[str, _Row], where: str) -> _Row:
+    """Return the row of a table of the file, with the fields of the row that it is like."""
+    row: _Row = {}
+    for key, value in table.items():
+        inner = value.items() if isinstance(value, dict) else ()
+        row |= {f"{key}.{part}": each for part, each in inner} or {key: value}
+    for key, value in row.items():
+        if key not in _FIELDS:
+            hint = _nearest(key, _FIELDS, _HINT)
+            raise ConfigError("fields of a machine", repr(key), where=where, hint=hint)
+        wanted, holds = _FIELDS[key]
+        if not holds(value):
+            hint = _nearest(str(value), FITS if key == "fit" else (), _HINT)
+            raise ConfigError(f"{key} to be {wanted}", repr(value), where=where, hint=hint)
+    if "like" in row:
+        row = {**rows[_found(row.pop("like"), rows, f"{where} like")], "source": "", **row}
+    lacking = [key for key in _NEEDED if key not in row]
+    if lacking:
+        hint = 'like = "h100-80" takes what is missing from that machine'
+        wanted = f"{' and '.join(lacking)} of the machine"
+        raise ConfigError(wanted, "a table without", where=where, hint=hint)
+    return row
+
+
+def _machines(rows: Mapping[str, _Row]) -> Mapping[str, Machine]:
+    """Return the machines of whole rows."""
+    machines: dict[str, Machine] = {}
+    for name, row in rows.items():
+        fields = {**_DEFAULTS, **row}
+        flops = {each: fields.pop(f"flops.{each}", None) for each in _DTYPES}
+        peaks = {dtype: peak for dtype, peak in flops.items() if peak is not None}
+        links = {
+            place: Link(fields.pop(f"{place}_rate"), fields.pop(f"{place}_latency"))
+            for place in ("inside", "outside")
+        }
+        fit = FITS[fields.pop("fit")]
+        machines[name] = Machine(name, MappingProxyType(peaks), efficiency=fit, **links, **fields)
+    return MappingProxyType(machines)
+
+
+def _found(name: str, known: Iterable[str], where: str = "") -> str:
+    """Return the name of a known machine that a user's `name` means."""
+    names, key = list(known), name.strip().lower()
+    key = _SHORT.get(key, key)
+    if key not in names:
+        hint = _nearest(
+            key, names, "onefold plan --machines FILE, or read_machines, takes any other"
+        )
+        raise ConfigError(f"a GPU among {', '.join(names)}", repr(name), where=where, hint=hint)
+    return key
+
+
+def _nearest(word: str, known: Iterable[str], other: str) -> str:
+    """Return a hint that names the closest of `known`, else the other hint."""
+    close = get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"did you mean {close[0]}?" if close else other
