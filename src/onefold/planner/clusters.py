@@ -25,7 +25,7 @@ class Cluster:
 
     `memory`: of each device, or CPU rank; `host_memory` and `disk`: of each node, for all its
     ranks: bytes, or a text such as "80GB" or "80GiB". `machine`: the machine of step times, by name
-    such as "h100" (`planner/machines.py`) or described; CPU ranks have none.
+    such as "h100" (`planner/machines.toml`) or described; CPU ranks have none.
     """
 
     ranks: int = 1
@@ -96,11 +96,14 @@ def names_kinds(text: str) -> bool:
     return "+" in text or _KIND.fullmatch(text) is not None
 
 
-def parsed(text: str, **room: Any) -> tuple[Cluster, ...]:
+def parsed(
+    text: str, machines: Mapping[str, Machine] | None = None, **room: Any
+) -> tuple[Cluster, ...]:
     """Return the kinds of devices of a text such as `EXAMPLE`, in the order of their ranks.
 
     A kind that is named twice is one kind. Devices fill whole nodes, or a part of a single one.
-    `room`: `host_memory` and `disk` of each node, as `Cluster` takes them.
+    `machines`: as in `machine_of`. `room`: `host_memory` and `disk` of each node, as `Cluster`
+    takes them.
     """
     counts: dict[str, int] = {}
     for part in text.split("+"):
@@ -109,11 +112,11 @@ def parsed(text: str, **room: Any) -> tuple[Cluster, ...]:
             hint = f'for example --cluster "{EXAMPLE}"'
             wanted = "kinds of devices as COUNTxMACHINE, joined by +"
             raise ConfigError(wanted, repr(part.strip()), where=repr(text), hint=hint)
-        name = machine_of(match[2]).name
+        name = machine_of(match[2], machines).name
         counts[name] = counts.get(name, 0) + int(match[1])
     kinds = list[Cluster]()
     for name, count in counts.items():
-        machine = machine_of(name)
+        machine = machine_of(name, machines)
         ranks = min(count, machine.ranks_per_node)
         if count % ranks:
             hint = "describe other nodes with {'ranks': ..., 'nodes': ..., 'machine': ...}"

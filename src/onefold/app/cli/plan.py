@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from onefold.app.cli.arguments import (
@@ -25,6 +25,7 @@ from onefold.tier.host import no_garbage
 
 if TYPE_CHECKING:
     from onefold.planner.clusters import Cluster
+    from onefold.planner.machines import Machine
     from onefold.planner.result import Plan
 
 DESCRIPTION = """\
@@ -84,8 +85,10 @@ def add_to(commands: SubParsers) -> None:
     for axis, meaning in AXES.items():
         add(f"--{axis}", type=positive, default=1, metavar="N", help=meaning)
     add("--gpu", "--cluster", dest="cluster", metavar="MACHINE", type=_machine, help="predict "
-        "step times on these GPUs, and how they scale: a100-40, a100-80, h100-80, h200, b200 ... "
+        "step times on these GPUs, and how they scale: a100-80, h100-80, mi300x, rtx-4090 ... "
         "With counts, all devices of a cluster, even of several kinds: \"8xh100-80 + 16xa100-40\"")
+    add("--machines", metavar="FILE", help="a TOML file of more GPUs for --gpu, in the form of "
+        "onefold/planner/machines.toml")
     add("--inference", action="store_true", help="plan `onefold generate` instead: passes over "
         "weights that stream, at batch 1 and at the best batch")
     add("--budget", type=parse_nbytes, metavar="SIZE", help="with --inference: memory of a rank "
@@ -152,7 +155,20 @@ def _kinds(arguments: argparse.Namespace) -> tuple[Cluster, ...]:
     hint = "leave {} out: nodes and memory are those of the machines"
     others = ("gpus", "ranks", "mem", "nodes")
     _refuse_other_flags(arguments, others, "--cluster with counts alone", "{} too", hint)
-    return parsed(arguments.cluster, host_memory=arguments.host_mem, disk=arguments.disk)
+    room = {"host_memory": arguments.host_mem, "disk": arguments.disk}
+    return parsed(arguments.cluster, _machines(arguments), **room)
+
+
+def _machines(arguments: argparse.Namespace) -> Mapping[str, Machine] | None:
+    """Return the machines of `--machines`, from which `--gpu` takes; None without the flag."""
+    from onefold.planner.machines import read_machines
+
+    if arguments.machines is None:
+        return None
+    if arguments.cluster is None:
+        hint = "--gpu NAME, with a name of the file"
+        raise ConfigError("--gpu with --machines", "--machines alone", hint=hint)
+    return read_machines(arguments.machines)
 
 
 def _cluster(arguments: argparse.Namespace) -> Cluster:
@@ -168,7 +184,8 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
         _refuse_other_flags(
             arguments, ("gpus", "cluster"), "--ranks alone", "--gpu or --gpus, too", hint
         )
-    machine = None if arguments.cluster is None else machine_of(arguments.cluster)
+    known = _machines(arguments)
+    machine = None if arguments.cluster is None else machine_of(arguments.cluster, known)
     has_gpus = accelerator.kind() is not None
     has_machine = gpus is not None or machine is not None
     on_gpus = ranks is None and (has_machine or has_gpus)
