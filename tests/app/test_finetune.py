@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from onefold.app.cli.config_file import COPY
 from onefold.app.cli.main import main
 from onefold.app.finetune.merge import merge_adapter
 from onefold.app.finetune.row_file import open_rows
@@ -248,6 +249,7 @@ def test_a_run_that_is_stopped_goes_on_as_if_it_never_was(work):
     assert stopped.returncode == 128 + signal.SIGTERM, stopped.stderr
     assert "--resume goes on there" in stopped.stderr
     assert not (work / "cut-out").exists()
+    assert "every = 1" in (work / "cut" / COPY).read_text()
     resumed = result_of(work, *flags, "cut", "--out", "cut-out", "--resume")
     assert resumed["losses"] == whole["losses"][-len(resumed["losses"]) :]
     assert resumed["losses"]
@@ -258,6 +260,35 @@ def test_a_run_that_is_stopped_goes_on_as_if_it_never_was(work):
     done = command("finetune", "--model", "model", *flags, cwd=work)
     assert done.returncode == 2
     assert "--steps above 8" in done.stderr
+
+
+@pytest.mark.process
+@pytest.mark.again(
+    "tests/app/test_config_file.py::test_a_run_trains_by_its_file_and_again_by_its_copy"
+)
+def test_a_run_tunes_by_its_file_and_again_by_its_copy(work):
+    (work / "run.toml").write_text(
+        'model_name_or_path = "model"\ndata = "text.jsonl"\nsteps = 2\nlora = 2\nheld-out = 0\n'
+        "batch = 2\nseq = 48\nlearning-rate = 3e-3\n"
+    )
+    found = []
+    for words in (
+        ("--config", "run.toml", "--out", "first", "--checkpoint", "runs"),
+        ("--config", f"runs/{COPY}", "--out", "second", "--checkpoint", "more"),
+    ):
+        done = command("finetune", *words, "--json", cwd=work)
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout)["losses"])
+    assert len(found[0]) == 2
+    assert found[0] == found[1]
+    first, second = ((work / name / COPY).read_text() for name in ("first", "second"))
+    assert first == (work / "runs" / COPY).read_text()
+    assert second == first.replace('"first"', '"second"').replace('"runs"', '"more"')
+    wanted, again = (
+        load_file(work / out / "adapter_model.safetensors") for out in ("first", "second")
+    )
+    assert wanted.keys() == again.keys()
+    assert all(torch.equal(value, again[name]) for name, value in wanted.items())
 
 
 @pytest.mark.process

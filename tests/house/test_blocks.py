@@ -266,16 +266,28 @@ def extra_fault(line: str) -> str | None:
 def test_a_command_that_cannot_work_is_found():
     wrong = [
         "onefold trian", "onefold train --stages 3", "torchrun -m onefold train --nope",
+        "onefold train --config none.toml",
         "make trian", "python examples/none.py",
         'pip install "onefold[hf]"', "pip install '.[huf]'",
     ]  # fmt: skip
     assert [line for line in wrong if not command_fault(line)] == []
 
 
-def test_every_command_of_a_page_can_work():
-    lines = [(path.relative_to(ROOT), line) for path in PAGES for line in typed(path)]
-    assert len(lines) > 50
-    faulty = [f"{page}: {line}: {fault}" for page, line in lines if (fault := command_fault(line))]
+def test_every_command_of_a_page_can_work(tmp_path, monkeypatch):
+    """`--config run.toml` reads the block of TOML that the page shows."""
+    monkeypatch.chdir(tmp_path)
+    seen, files, faulty = 0, 0, []
+    for path in PAGES:
+        Path("run.toml").unlink(missing_ok=True)
+        for text in blocks(path, "toml"):
+            Path("run.toml").write_text(text)
+            files += 1
+        for line in typed(path):
+            seen += 1
+            fault = command_fault(line)
+            faulty += [f"{path.relative_to(ROOT)}: {line}: {fault}"] if fault else []
+    assert seen > 50
+    assert files >= 2
     assert faulty == []
 
 

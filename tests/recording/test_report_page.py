@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import onefold
+from onefold.app.cli.config_file import COPY
 from onefold.recording.page import page, read, write
 from onefold.recording.page_data import FIRST, MAX_POINTS, averaged, contents, report_of, view_of
 from onefold.recording.run_report import RunReport, Training
@@ -368,7 +369,8 @@ def test_train_writes_the_three_files_of_its_two_ranks(tmp_path):
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     folder = Path(told["report"]).parent
-    assert sorted(p.name for p in folder.iterdir()) == ["index.html", "report.json", "trace.json"]
+    files = ["index.html", "report.json", "trace.json"]
+    assert sorted(p.name for p in folder.iterdir()) == [COPY, *files], "and its flags"
     report = read(folder)
     found = [(view.recorded, view.line.rank) for view in report.views]
     assert found == [(3, 0), (3, 1), (4, 0), (4, 1)]

@@ -13,6 +13,7 @@ from functools import partial
 from math import inf, isfinite
 from typing import Any, NoReturn
 
+from onefold.app.cli import config_file
 from onefold.errors import ConfigError
 from onefold.text import finite, show
 
@@ -60,9 +61,46 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}\nhint: `{self.prog} --help` describes them")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore
-        """Refuse an unknown flag before argparse misses a value because of it."""
-        self._refuse_unknown_flags(sys.argv[1:] if args is None else args)
-        return super().parse_known_args(args, namespace)
+        """Parse words, with those of config files before them, and keep all of them as `words`.
+
+        Refuses an unknown flag before argparse misses a value because of it.
+        """
+        words = list(sys.argv[1:] if args is None else args)
+        if config_file.FLAG in self._option_string_actions:
+            words = self._with_config_files(words)
+        self._refuse_unknown_flags(words)
+        namespace, surplus = super().parse_known_args(words, namespace)
+        vars(namespace).setdefault("words", words)  # of a command, its own parser's
+        return namespace, surplus
+
+    def _with_config_files(self, words: Sequence[str]) -> list[str]:
+        paths, others = config_file.split(words)
+        by_flag: dict[str, str] = {}
+        for path in paths:
+            by_flag |= self._words_of_file(path)
+        return [*filter(None, by_flag.values()), *others]
+
+    def _words_of_file(self, path: str) -> dict[str, str]:
+        """Return the word for each flag in a config file, by the flag's `dest`."""
+        flags = {
+            name[2:].replace("-", "_"): action
+            for name, action in self._option_string_actions.items()
+            if name[:2] == "--" and name[2:] not in config_file.ONLY_TYPED
+        }
+        words: dict[str, str] = {}
+        for key, value in config_file.read(path).items():
+            name = key.replace("-", "_")
+            if name not in flags:
+                raise self._unknown(key, f"--{name}", flags, path)
+            action = flags[name]
+            if action.dest in words:
+                wanted = f"one key for {action.option_strings[0]}"
+                raise ConfigError(wanted, f"{key!r} as well", hint="keep one", where=path)
+            try:
+                words[action.dest] = config_file.word_of(action, value, self._get_value)
+            except ConfigError as error:
+                raise config_file.located(error, f"{key} in {path}") from error
+        return words
 
     def _refuse_unknown_flags(self, words: Sequence[str]) -> None:
         for word in words:
@@ -73,10 +111,14 @@ class Parser(argparse.ArgumentParser):
                 return  # words of a command are its own parser's
             name = word.partition("=")[0]
             if is_flag and name not in self._option_string_actions:
-                hint = _did_you_mean(name, self._option_string_actions)
-                hint = f"here it is {ours}" if (ours := self._spellings.get(name)) else hint
-                hint = hint or f"`{self.prog} --help` lists the flags"
-                raise ConfigError(f"a flag of `{self.prog}`", name, hint=hint)
+                raise self._unknown(name, name, self._option_string_actions)
+
+    def _unknown(self, given: str, flag: str, known: Iterable[str], path: str = "") -> ConfigError:
+        """Return the error for a flag, or a key of the file `path`, that the command lacks."""
+        ours = self._spellings.get(flag)
+        hint = f"here it is {ours}" if ours else _did_you_mean(given, known)
+        hint = hint or f"`{self.prog} --help` lists the flags"
+        return ConfigError(f"a flag of `{self.prog}`", given, hint=hint, where=path)
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         parse: Any = action.type

@@ -9,6 +9,7 @@ from dataclasses import asdict, fields
 from functools import partial
 from typing import Any, TextIO
 
+from onefold.app.cli import config_file
 from onefold.app.cli.arguments import (
     SubParsers,
     add_command,
@@ -55,6 +56,7 @@ def add_to(commands: SubParsers) -> None:
     """Add the command's flags."""
     summary = "fine-tune a model of a folder on your rows"
     add = add_command(commands, "finetune", run, summary, DESCRIPTION, spellings=SPELLINGS)
+    add(config_file.FLAG, metavar="FILE", help=config_file.HELP)
     titles = ("model and data", "memory", "training", "checkpoints")
     task, memory, loop, saves = (partial(add, group=title) for title in titles)
     words = {name: DEFAULTS[name] for name in DEFAULTS}
@@ -122,7 +124,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
 
     preflight(job)
     ranks = arguments.ranks or default_ranks()
-    return launch(argv, ranks, passes_stops_on=job.checkpoint is not None)
+    return launch([*argv, f"--ranks={ranks}"], ranks, passes_stops_on=job.checkpoint is not None)
 
 
 def job_of(arguments: argparse.Namespace) -> FinetuneJob:
@@ -161,6 +163,8 @@ def _finetune_rank(arguments: argparse.Namespace, job: FinetuneJob) -> int:
         stream: TextIO = sys.stderr if arguments.json else sys.stdout
         with finetune_display(stream) if is_first else FinetuneObserver() as observer:
             result = finetune(job, rows, world, observer)
+    if is_first:
+        config_file.save_copy(arguments, job.checkpoint, None if result.stopped_by else job.out)
     if result.stopped_by:
         if is_first:
             name = signal.Signals(result.stopped_by).name

@@ -77,7 +77,8 @@ def _run_command(argv: list[str]) -> int:
 
     try:
         arguments = _parse(argv)
-        code = arguments.run(arguments, argv)
+        # ranks get the flags of config files, and read none
+        code = arguments.run(arguments, [*argv[:1], *arguments.words])
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has left, as `head` does
         code = UNREAD

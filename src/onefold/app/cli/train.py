@@ -7,6 +7,7 @@ from dataclasses import asdict, fields
 from functools import partial
 from typing import Any
 
+from onefold.app.cli import config_file
 from onefold.app.cli.arguments import (
     SubParsers,
     add_command,
@@ -38,6 +39,7 @@ def add_to(commands: SubParsers) -> None:
     """Add the command's flags."""
     summary = "train a byte GPT or your module, sharded"
     add = add_command(commands, "train", run, summary, DESCRIPTION)
+    add(config_file.FLAG, metavar="FILE", help=config_file.HELP)
     titles = ("memory", "model and data", "ranks and speed", "checkpoints and reports")
     memory, task, ranks, page = (partial(add, group=title) for title in titles)
     # fmt: off
@@ -106,7 +108,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     ranks = arguments.ranks or max(default_ranks(), job_of(arguments, 1).model_ranks)
     job = job_of(arguments, ranks)
     preflight(job, ranks)
-    return launch(argv, ranks, passes_stops_on=job.checkpoint is not None)
+    return launch([*argv, f"--ranks={ranks}"], ranks, passes_stops_on=job.checkpoint is not None)
 
 
 def job_of(arguments: argparse.Namespace, world_size: int) -> Job:
@@ -122,7 +124,7 @@ def _train_rank(arguments: argparse.Namespace, job: Job) -> int:
     end_with_launcher()
     from onefold.app.cli.console import display, result_lines
     from onefold.app.train.checkpoints import Interrupted
-    from onefold.app.train.loop import train
+    from onefold.app.train.loop import preflight, train
     from onefold.app.train.run_record import TrainObserver
     from onefold.tier.host import versions
     from onefold.wire.world import joined
@@ -130,9 +132,12 @@ def _train_rank(arguments: argparse.Namespace, job: Job) -> int:
     with joined() as world:
         is_first = world.rank == 0
         stream = sys.stderr if arguments.json else sys.stdout
+        corpus = preflight(job, world.world_size)
+        if is_first:
+            config_file.save_copy(arguments, job.checkpoint, job.report)
         try:
             with display(stream) if is_first else TrainObserver() as observer:
-                result = train(job, world, observer)
+                result = train(job, world, observer, corpus)
         except Interrupted as stop:
             if is_first:
                 print(f"onefold train: {stop}; --resume goes on there", file=sys.stderr, flush=True)

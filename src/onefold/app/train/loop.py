@@ -100,9 +100,11 @@ def offload_for(job: Job) -> Offload:
     return chosen
 
 
-def train(job: Job, world: World, observer: TrainObserver) -> TrainResult:
-    """Run the job on this rank. A collective: every rank calls it."""
-    corpus = preflight(job, world.world_size)
+def train(
+    job: Job, world: World, observer: TrainObserver, corpus: Corpus | None = None
+) -> TrainResult:
+    """Run the job on this rank. A collective: every rank calls it. `corpus`: of `preflight`."""
+    corpus = corpus or preflight(job, world.world_size)
     trainer = Trainer(job, world, corpus)
     module = trainer.module
     observer.started(job, corpus, trainer.num_parameters, world.world_size)
