@@ -13,7 +13,8 @@
     STALE_AXES  the same over model axes
 
 An object that has no form keeps the class that users gave it: one process computes with it as it
-rests. A class decides what a read does, so that a read of unsharded values costs nothing.
+rests. A class decides what a read does, so that a read of unsharded values costs nothing. See
+docs/adr/0004.
 """
 
 from collections.abc import Callable, Iterable

@@ -61,8 +61,8 @@ class Words:
 
 
 Tokens = Bytes | Words
-"""Text as tokens. `ids_of` returns those of a prompt. `text` is called with the tokens of one text, and
-returns what further tokens complete of it: the rest with the last ones."""
+"""Text as tokens. `ids_of` returns those of a prompt. `text` is called with the tokens of one text,
+and returns what further tokens complete of it: the rest with the last ones."""
 
 
 class Streamer:
