@@ -50,14 +50,14 @@ class ChargedFile(SwapFile):
 
     charge: Charge
 
-    def read(self, offset: int, into: memoryview) -> None:
+    def read_block(self, offset: int, into: memoryview) -> None:
         start = time.perf_counter()
-        super().read(offset, into)
+        super().read_block(offset, into)
         self.charge.pay(start, len(into))
 
-    def write(self, offset: int, source: memoryview) -> None:
+    def write_block(self, offset: int, source: memoryview) -> None:
         start = time.perf_counter()
-        super().write(offset, source)
+        super().write_block(offset, source)
         self.charge.pay(start, len(source))
 
 

@@ -62,7 +62,7 @@ CHAT_PAIR = {"prompt": CHAT["messages"][:1], "completion": CHAT["messages"][1:]}
 def test_rows_of_each_kind_are_read_without_other_columns(tmp_path, row, kind, is_chat):
     rows = open_rows(written(tmp_path, {"id": 1, **row}, "\n", row, row))
     assert (rows.kind, rows.is_chat) == (kind, is_chat)
-    assert list(rows.read([0, 2])) == [row, row]
+    assert list(rows.read_rows([0, 2])) == [row, row]
     assert [number for _, number in rows.places] == [1, 3, 4], "empty lines have numbers"
 
 
@@ -312,7 +312,7 @@ def test_texts_train_at_the_losses_of_plain_trl(work):
     )  # fmt: skip
     trainer = trl.SFTTrainer(
         transformers.AutoModelForCausalLM.from_pretrained(work / "model"), args=args,
-        train_dataset=datasets.Dataset.from_list(list(rows.read(train))),
+        train_dataset=datasets.Dataset.from_list(list(rows.read_rows(train))),
         processing_class=transformers.AutoTokenizer.from_pretrained(work / "model"),
     )  # fmt: skip
     trainer.train()

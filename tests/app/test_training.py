@@ -130,7 +130,7 @@ def test_one_file_is_split_by_its_bytes(tmp_path):
     corpus = open_corpus(str(tmp_path), 16)
     assert corpus.train.nbytes + corpus.held_out.nbytes == 95 * 20
     assert corpus.held_out.nbytes == 95
-    assert corpus.held_out.read(0, 95) == bytes(range(32, 127))
+    assert corpus.held_out.read_bytes(0, 95) == bytes(range(32, 127))
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
@@ -181,7 +181,7 @@ def test_reading_crosses_files(tmp_path):
     assert corpus.train.nbytes == len(text)
     for start in range(len(text)):
         for stop in range(start + 1, len(text) + 1):
-            assert corpus.train.read(start, stop - start) == text[start:stop]
+            assert corpus.train.read_bytes(start, stop - start) == text[start:stop]
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path):
@@ -189,7 +189,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path):
     corpus = open_corpus(str(tmp_path), 8)
     (tmp_path / "a.txt").write_text("gone")
     with pytest.raises(ConfigError, match="to keep its"):
-        corpus.held_out.read(0, 8)
+        corpus.held_out.read_bytes(0, 8)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])

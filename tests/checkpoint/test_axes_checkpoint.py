@@ -162,14 +162,14 @@ class WithBuffer(nn.Module):
 def test_every_byte_of_pretrained_weights_is_written_by_one_rank(secondary, tmp_path, monkeypatch):
     """Nodes that are replicas hold all of them, and buffers of their own."""
     written = []
-    write = OffsetWriter.write
+    write = OffsetWriter.write_at
 
     def noting(writer, name, start, data):
         if len(data):
             written.append((name, start))
         write(writer, name, start, data)
 
-    monkeypatch.setattr(OffsetWriter, "write", noting)
+    monkeypatch.setattr(OffsetWriter, "write_at", noting)
 
     def body(rank):
         module = seeded(WithBuffer)

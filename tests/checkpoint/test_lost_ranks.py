@@ -19,9 +19,9 @@ from tests.support.ranks import run_processes, seeded, shorten_timeout
 TIMEOUT_S = 4
 
 PLACES = {
-    "save prepares": ("save", Contents, "of"),
+    "save prepares": ("save", Contents, "from_models"),
     "save agrees": ("save", Contents, "facts"),
-    "save writes": ("save", RankFiles, "write"),
+    "save writes": ("save", RankFiles, "write_files"),
     "load compares": ("load", Source, "rank_state"),
     "load reads": ("load", Source, "fill"),
 }

@@ -602,7 +602,7 @@ def test_stretches_of_an_area_never_overlap_and_become_one_again():
     for _ in range(500):
         if leases and draw.random() < 0.5:
             leases.pop(draw.randrange(len(leases)))
-        lease = area.take(draw.randint(1, 12) * 4096, draw.randint(0, 1))
+        lease = area.lease(draw.randint(1, 12) * 4096, draw.randint(0, 1))
         if lease is not None:
             leases.append(lease)
         for ground in (0, 1):
@@ -612,9 +612,9 @@ def test_stretches_of_an_area_never_overlap_and_become_one_again():
             assert ends[-1] <= 64 * 4096
     leases.clear()
     del lease
-    whole = [area.take(64 * 4096, ground) for ground in (0, 1)]
+    whole = [area.lease(64 * 4096, ground) for ground in (0, 1)]
     assert [lease.ground for lease in whole if lease] == [0, 1]
-    assert area.take(4096) is None
+    assert area.lease(4096) is None
 
 
 # laws of errors

@@ -42,9 +42,9 @@ class Recorded(Schedule):
         self.seen.append(("start", self.driven))
         return super().start(trained)
 
-    def finish(self) -> list[Action]:
+    def finish_reductions(self) -> list[Action]:
         self.seen.append(("finish", self.driven))
-        return super().finish()
+        return super().finish_reductions()
 
 
 @pytest.mark.parametrize("window", [frozenset(), frozenset({0, 2}), frozenset(range(NUM_UNITS))])
@@ -68,7 +68,7 @@ def test_a_plan_drives_a_stage_by_the_values_of_the_pipelines_driver(window, def
             run.begin_backward(trained)
             run.end_backward()
     driver.end(reduces=True)
-    driver.finish()
+    driver.await_reductions()
     assert [event for event, _ in run.seen] == ["backward"] * 3 + ["start", "finish"]
     assert planned.seen == run.seen
 
@@ -125,7 +125,7 @@ def test_a_step_that_fails_leaves_the_next_one_to_its_own_caller(rank, stage):
     with pytest.raises(ZeroDivisionError), onefold.accumulate(module):
         step(fails=True)
     assert step(), "outside of accumulate it is reduced"
-    driver.finish()
+    driver.await_reductions()
     assert torch.equal(module.weight.grad.full_tensor(), torch.full((4, 4), 2.0))
     module.zero_grad()
     with pytest.raises(ZeroDivisionError):
@@ -133,5 +133,5 @@ def test_a_step_that_fails_leaves_the_next_one_to_its_own_caller(rank, stage):
     with onefold.accumulate(module):
         assert not step(), "inside accumulate it rests"
     assert step()
-    driver.finish()
+    driver.await_reductions()
     assert torch.equal(module.weight.grad.full_tensor(), torch.full((4, 4), 4.0))

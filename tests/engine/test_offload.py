@@ -308,9 +308,9 @@ class SlowStore(DiskStore):
 
 
 class SlowFile(SwapFile):
-    def write(self, offset: int, source: memoryview) -> None:
+    def write_block(self, offset: int, source: memoryview) -> None:
         time.sleep(SlowStore.seconds)
-        super().write(offset, source)
+        super().write_block(offset, source)
 
 
 @pytest.fixture
@@ -744,7 +744,7 @@ def test_a_module_deleted_right_after_a_step_needs_no_collector(tmp_path):
     gc.disable()
     try:
         del module, optimizer
-        workers.give(lambda: None).finish()
+        workers.give(lambda: None).await_end()
         for _ in range(100):
             held = {str(k): u.now for k, u in ledger.usage.items()}
             if not any(held.values()):

@@ -222,7 +222,7 @@ class Script:
             assert not executor.landed
 
     def step(self) -> set[int]:
-        stepped = self.schedule.early_steps.take()
+        stepped = self.schedule.early_steps.take_stepped()
         self.executor.held.clear()
         self.executor.do(self.schedule.rest())
         assert not self.executor.shown

@@ -72,8 +72,8 @@ def waits_of_a_step(rank, world_size, offload):
         step(module, optimizer, JOB, batch, rank, world_size)
     for unit in engine_of(module).units:
         unit.wait_step()
-    run, num_blocks = blocks._StepBlock.run, []
-    blocks._StepBlock.run = lambda block: (num_blocks.append(block), run(block))[1]
+    run, num_blocks = blocks._StepBlock.run_block, []
+    blocks._StepBlock.run_block = lambda block: (num_blocks.append(block), run(block))[1]
     device.native.reset()
     step(module, optimizer, JOB, last, rank, world_size)
     for unit in engine_of(module).units:

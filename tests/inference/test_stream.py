@@ -191,14 +191,14 @@ def test_copies_to_a_device_may_arrive_late(world_size, tmp_path, monkeypatch):
 
 
 def test_a_slow_disk_of_one_rank_delays_all_and_changes_nothing(tmp_path, monkeypatch):
-    read = disk.SwapFile.read
+    read = disk.SwapFile.read_block
 
     def slowly(self: Any, offset: int, into: memoryview) -> None:
         if self._rank == 1:
             time.sleep(0.02)
         read(self, offset, into)
 
-    monkeypatch.setattr(disk.SwapFile, "read", slowly)
+    monkeypatch.setattr(disk.SwapFile, "read_block", slowly)
 
     def body(rank: int) -> list[Tensor]:
         resident, module = plain(), plain()

@@ -330,13 +330,13 @@ def test_kept_weights_and_gradients_send_one_gather_and_one_reduction(rank):
 
 def test_layers_read_each_weight_from_disk_twice_a_step(tmp_path, monkeypatch):
     counted: dict[str, int] = {"nbytes": 0}
-    read = BlockFile.read
+    read = BlockFile.read_block
 
     def counting(self: Any, offset: int, into: Any) -> None:
         counted["nbytes"] += len(into)
         read(self, offset, into)
 
-    monkeypatch.setattr(BlockFile, "read", counting)
+    monkeypatch.setattr(BlockFile, "read_block", counting)
 
     def nbytes(number: int, run: Any) -> int:
         offload = onefold.Offload(parameters="disk", disk=str(tmp_path))

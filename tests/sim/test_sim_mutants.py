@@ -144,7 +144,9 @@ def without_each(rank: int, scenario: Scenario, world_size: int, folder: str) ->
     arguments = (rank, world_size, folder)
     DeviceWatch.look = unseen(DeviceWatch.look)
     CopyStream.mark = unseen(CopyStream.mark)
-    accelerator.finish = torch.Event.synchronize  # else an event that is over is not waited for
+    accelerator.await_event = (
+        torch.Event.synchronize
+    )  # else an event that is over is not waited for
     StepDigest._judge = noting(StepDigest._judge)
     digest._first_difference = digest.first_failure = unmet
     wanted = scenario(*arguments)

@@ -251,11 +251,11 @@ class ModelTask(Task):
 
         super().__init__(timed)
 
-    def finish(self) -> None:
-        """See `Task.finish`."""
-        self.run()
+    def await_end(self) -> None:
+        """See `Task.await_end`."""
+        self.run_once()
         if not self.is_completed():
-            self._model.park(super().finish)
+            self._model.park(super().await_end)
         self._model.resume(self.over_at)
 
 
@@ -281,7 +281,7 @@ class ModelWorkers:
             model.begin()
             with model.watching():
                 for task in queue:
-                    task.run()
+                    task.run_once()
             model.end()
 
         threads = [Thread(target=run, name=f"worker {i}") for i in range(self.num_threads)]

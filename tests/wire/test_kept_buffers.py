@@ -106,11 +106,11 @@ def test_what_inference_mode_has_gathered_is_not_kept_for_training(stage):
 def test_a_spare_buffer_is_taken_once_and_freed_after_the_next_message():
     counted: list[int] = []
     spare = SpareBuffers[str](counted.append)
-    first = spare.take("int8", 64, lambda: "first")
+    first = spare.take_spare("int8", 64, lambda: "first")
     spare.give("int8", 64, first, keeps=True)
-    assert spare.take("fp32", 256, lambda: "other kind") == "other kind"
-    assert spare.take("int8", 64, lambda: "second") == "first"
-    assert spare.take("int8", 64, lambda: "second") == "second"
+    assert spare.take_spare("fp32", 256, lambda: "other kind") == "other kind"
+    assert spare.take_spare("int8", 64, lambda: "second") == "first"
+    assert spare.take_spare("int8", 64, lambda: "second") == "second"
     assert counted == [64, 256, 64]
     spare.give("int8", 64, "first", keeps=True)
     spare.give("int8", 64, "second", keeps=False)

@@ -164,11 +164,11 @@ class Torn:
 STRETCHES = {
     "save: collect": (contents.Contents, "from_models", MemoryError),
     "save: facts": (contents, "fingerprints", ValueError),
-    "save: write": (RankFiles, "write", OSError),
-    "save: files": (save.RankFiles, "finish", KeyboardInterrupt),
-    "load: files": (targets.Targets, "read", RuntimeError),
+    "save: write": (RankFiles, "write_files", OSError),
+    "save: files": (save.RankFiles, "seal_files", KeyboardInterrupt),
+    "load: files": (targets.Targets, "read_values", RuntimeError),
     "load: names": (targets.Targets, "_compare_groups", KeyboardInterrupt),
-    "load: finish": (targets.Targets, "finish", MemoryError),
+    "load: finish": (targets.Targets, "deliver", MemoryError),
     "reshare: shares": (resharing, "weights_of", TypeError),
     "reshare: notes": (resharing._Ready, "notes", KeyboardInterrupt),
 }
@@ -220,7 +220,7 @@ def test_an_error_amid_a_file_is_raised_itself_not_what_its_archive_makes_of_it(
     error, tmp_path, monkeypatch
 ):
     """torch's archive closes after it, and fails for the bytes that are missing."""
-    before, parts = BlockWriter.write, []
+    before, parts = BlockWriter.write_checked, []
 
     def gated(self, data):
         if dist.get_rank() == 1 and len(data) < 200:  # parts of an archive
@@ -229,7 +229,7 @@ def test_an_error_amid_a_file_is_raised_itself_not_what_its_archive_makes_of_it(
                 raise error("on purpose")
         return before(self, data)
 
-    monkeypatch.setattr(BlockWriter, "write", gated)
+    monkeypatch.setattr(BlockWriter, "write_checked", gated)
 
     def body(rank):
         module, optimizer = module_of(rank)
@@ -246,7 +246,7 @@ def test_a_save_in_the_handler_of_another_error_fails_with_its_own(tmp_path, mon
     def failing(*_):
         raise RuntimeError("on purpose")
 
-    monkeypatch.setattr(BlockWriter, "write", failing)
+    monkeypatch.setattr(BlockWriter, "write_checked", failing)
 
     def body(rank):
         module, optimizer = module_of(rank)

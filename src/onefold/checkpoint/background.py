@@ -54,13 +54,13 @@ class Notes:
         self._rank = rank
         self._save_id = save_id
 
-    def write(self, name: str, note: dict[str, Any]) -> None:
+    def write_note(self, name: str, note: dict[str, Any]) -> None:
         """Write a note under a temporary name first: readers find all of it or nothing."""
         new = self.path(f"{name}-{self._rank}-new")
         new.write_text(json.dumps({"save_id": self._save_id, **note}))
         new.rename(self.path(name))
 
-    def read(self, name: str) -> dict[str, Any] | None:
+    def read_note(self, name: str) -> dict[str, Any] | None:
         """Return a note, or None if there is none."""
         try:
             note = json.loads(self.path(name).read_text())

@@ -56,7 +56,7 @@ class BlockWriter:
         self._blocks: list[str] = []
         self._head = ""
 
-    def write(self, data: BytesLike) -> None:
+    def write_checked(self, data: BytesLike) -> None:
         """Write all of `data`. Small pieces, such as headers, are collected first."""
         view = memoryview(data).cast("B")
         if len(view) < SMALL_NBYTES:
@@ -69,7 +69,7 @@ class BlockWriter:
     def write_head(self, head: bytes) -> None:
         """Write the first bytes, which get a checksum of their own, too."""
         self._head = f"{len(head)}:{zlib.crc32(head):08x}"
-        self.write(head)
+        self.write_checked(head)
 
     def _write_small(self) -> None:
         small, self._small = self._small, bytearray()
@@ -82,7 +82,7 @@ class BlockWriter:
             room = BLOCK_NBYTES - self._nbytes % BLOCK_NBYTES
             piece = view[start : start + room]
             self._crc = zlib.crc32(piece, self._crc)
-            self._sink.write(piece)
+            self._sink.append_bytes(piece)
             self._nbytes += len(piece)
             start += len(piece)
             if self._nbytes % BLOCK_NBYTES == 0:
@@ -92,13 +92,13 @@ class BlockWriter:
         self._blocks.append(f"{self._crc:08x}")
         self._crc = 0
 
-    def finish(self) -> FileRecord:
+    def seal(self) -> FileRecord:
         """Wait until the disk has everything, close the file and return its record."""
         try:
             self._write_small()
             if self._nbytes % BLOCK_NBYTES:
                 self._end_block()
-            self._sink.finish()
+            self._sink.flush_to_disk()
         finally:
             self._sink.close()
         return FileRecord(self._nbytes, "".join(self._blocks), self._head)
@@ -137,7 +137,7 @@ class BlockReader:
             self._ahead.close()
         os.close(self._fd)
 
-    def read(self, offset: int, nbytes: int) -> bytearray:
+    def read_checked(self, offset: int, nbytes: int) -> bytearray:
         """Return the `nbytes` from byte `offset`."""
         data = bytearray(nbytes)
         self.read_into(offset, memoryview(data))

@@ -24,11 +24,11 @@ class CachedSink:
     def __init__(self, fd: int) -> None:
         self._fd = fd
 
-    def write(self, view: memoryview) -> None:
+    def append_bytes(self, view: memoryview) -> None:
         """Append bytes to the file."""
         _write_all(self._fd, view)
 
-    def finish(self) -> None:
+    def flush_to_disk(self) -> None:
         """Wait until the disk has everything."""
         os.fsync(self._fd)
 
@@ -51,7 +51,7 @@ class DirectSink(CachedSink):
         self._under_way: deque[tuple[Future[None], mmap.mmap]] = deque()
         self._pool: ThreadPoolExecutor | None = None
 
-    def write(self, view: memoryview) -> None:
+    def append_bytes(self, view: memoryview) -> None:
         start = 0
         while start < len(view):
             if self._current is None:
@@ -86,13 +86,13 @@ class DirectSink(CachedSink):
         future.result()
         self._free.append(chunk)
 
-    def finish(self) -> None:
+    def flush_to_disk(self) -> None:
         while self._under_way:
             self._wait_oldest()
         if self._current is not None:  # the last bytes do not fill an aligned chunk
             set_direct(self._fd, False)
             _write_all(self._fd, memoryview(self._current)[: self._filled])
-        super().finish()
+        super().flush_to_disk()
 
     def close(self) -> None:
         if self._pool is not None:

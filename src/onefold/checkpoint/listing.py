@@ -282,7 +282,7 @@ def read_listing(folder: Path, files: Mapping[str, FileRecord], num_ranks: int) 
                 for listed in _listed_in(file, reader):
                     pieces[listed.name].append(listed)
             else:
-                said.add(json.loads(reader.read(0, reader.nbytes)))
+                said.add(json.loads(reader.read_checked(0, reader.nbytes)))
     with believing(f"the files of checkpoint {str(folder)!r} to agree"):
         own = [name for name in said.objects if name.startswith(f"{RANK}.")]
         if len(own) != num_ranks or {f"{RANK}.{rank}" for rank in range(num_ranks)} != {*own}:

@@ -131,8 +131,8 @@ def _load_found(loading: _Loading, checkpoint: Found) -> Any:
         ]  # fmt: skip
 
     source, of_rank, targets = together(group, compare)
-    together(group, lambda: [target.read() for target in targets])
-    together(group, lambda: [target.finish() for target in targets])
+    together(group, lambda: [target.read_values() for target in targets])
+    together(group, lambda: [target.deliver() for target in targets])
     for target in targets:
         target.resume()
     if of_rank and models[0].rank < source.saved_ranks:

@@ -92,7 +92,7 @@ def export(
                 for move in mosaic.moves():
                     values = saved.read_box(move.source, move.origin).to(entry.dtype)
                     write_box(writer, entry, move.box, move.shaped(values))
-            writer.finish()
+            writer.flush_to_disk()
         write_small_files(draft.folder, outputs, config)
         draft.publish()
     except (OSError, CheckpointError) as error:
@@ -182,7 +182,7 @@ def _copy_piece(
             file.read_elements(wanted, safetensors.bytes_of(part))
             done += part.numel()
             data = safetensors.bytes_of(part.to(entry.dtype))
-            writer.write(entry.name, at * entry.dtype.itemsize, data)
+            writer.write_at(entry.name, at * entry.dtype.itemsize, data)
 
 
 @dataclass(frozen=True, slots=True)

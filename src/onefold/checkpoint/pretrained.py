@@ -157,7 +157,9 @@ class _Written:
                 moves[move.source].append((entry, move))
         return _Written(entries, moves)
 
-    def write(self, writer: safetensors.OffsetWriter, name: str, box: Box, rows: Tensor) -> None:
+    def write_box(
+        self, writer: safetensors.OffsetWriter, name: str, box: Box, rows: Tensor
+    ) -> None:
         """Write a box of one of the module's tensors to its places in files."""
         for entry, whole in self.moves.get(name, ()):
             move = whole.of_rows(box)
@@ -176,7 +178,7 @@ def write_box(
     done, data = 0, safetensors.bytes_of(values)
     for start, stop in spans_of(box, entry.shape):
         nbytes = (stop - start) * values.itemsize
-        writer.write(entry.name, start * values.itemsize, data[done : done + nbytes])
+        writer.write_at(entry.name, start * values.itemsize, data[done : done + nbytes])
         done += nbytes
 
 
@@ -204,12 +206,12 @@ def _write_own(
                 continue
             rows = parameter.local.detach().cpu().contiguous()
             box = parameter.box
-            written.write(writer, parameter.fqn, box, rows.reshape(box[1]))
+            written.write_box(writer, parameter.fqn, box, rows.reshape(box[1]))
         if model.rank == 0:
             for name, buffer in _buffers(model).items():
                 whole = ((0,) * buffer.dim(), tuple(buffer.shape))
-                written.write(writer, name, whole, buffer.detach().cpu())
-        writer.finish()
+                written.write_box(writer, name, whole, buffer.detach().cpu())
+        writer.flush_to_disk()
 
 
 def load_pretrained(

@@ -35,7 +35,7 @@ class RankFiles:
         self.is_cached = is_cached
         self.writers: list[BlockWriter] = []
 
-    def write(self, state: RankState) -> None:
+    def write_files(self, state: RankState) -> None:
         """Write all that this rank saves. Tensors are copied only where they are not in memory."""
         stem = f"{RANK_STEM}{state.rank:05d}"
         tensors = [held for held in state.held if isinstance(held.value, Tensor)]
@@ -45,17 +45,17 @@ class RankFiles:
         file.write_head(_header_of(file.name, tensors))
         for held in tensors:
             for part in _parts_of(held.value):
-                file.write(part)
-        self._create(f"{stem}.json").write(json.dumps(_document_of(state)).encode())
+                file.write_checked(part)
+        self._create(f"{stem}.json").write_checked(json.dumps(_document_of(state)).encode())
 
     def _create(self, name: str) -> BlockWriter:
         self.writers.append(BlockWriter(self.folder / name, is_cached=self.is_cached))
         return self.writers[-1]
 
-    def finish(self, *, verify: bool = False) -> dict[str, FileRecord]:
+    def seal_files(self, *, verify: bool = False) -> dict[str, FileRecord]:
         """Wait for the disk. With `verify`, read every file back."""
         try:
-            records = {writer.name: writer.finish() for writer in self.writers}
+            records = {writer.name: writer.seal() for writer in self.writers}
         finally:
             self.abandon()
         if verify:

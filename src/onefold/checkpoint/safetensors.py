@@ -148,7 +148,7 @@ class OffsetWriter:
         }
         self._files: dict[str, int] = {}
 
-    def write(self, name: str, start: int, data: memoryview) -> None:
+    def write_at(self, name: str, start: int, data: memoryview) -> None:
         """Write `data` from byte `start` of the tensor `name`."""
         file, offset = self._places[name]
         if file not in self._files:
@@ -157,7 +157,7 @@ class OffsetWriter:
         while done < len(data):
             done += os.pwrite(self._files[file], data[done:], offset + start + done)
 
-    def finish(self) -> None:
+    def flush_to_disk(self) -> None:
         """Wait until the disk has everything."""
         for fd in self._files.values():
             os.fsync(fd)

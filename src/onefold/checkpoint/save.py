@@ -110,9 +110,9 @@ def save(
         manifest = replace(manifest, save_id=everyone[0].save_id)
         files = RankFiles(draft.folder, is_cached=not wait)
         job = _Save(stages.group, draft, files, manifest, keep)
-        job.write(partial(contents.agreed, everyone, is_pipeline=is_pipeline))
+        job.write_state(partial(contents.agreed, everyone, is_pipeline=is_pipeline))
         if wait:
-            job.finish()
+            job.publish()
             return DONE
     thread = BackgroundThread(job.finish_by_notes)
     ticket = Ticket([thread], label=f"save of {job.draft.target.name!r}")
@@ -143,15 +143,15 @@ class _Save:
     manifest: Manifest
     keep: int | None
 
-    def write(self, state: Callable[[], RankState]) -> None:
+    def write_state(self, state: Callable[[], RankState]) -> None:
         """Write this rank's state, to the disk or to the page cache. A collective."""
         try:
-            together(self.group, lambda: self.files.write(state()))
+            together(self.group, lambda: self.files.write_files(state()))
         except BaseException:
             self._abandon()
             raise
 
-    def finish(self) -> None:
+    def publish(self) -> None:
         """Wait for all ranks' disks and publish the checkpoint. A collective."""
         try:
             records = collect(self.group, self._finish_files)
@@ -165,7 +165,7 @@ class _Save:
         self.draft.abandon()
 
     def _finish_files(self) -> dict[str, FileRecord]:
-        return self.files.finish(verify=self.keep is not None)
+        return self.files.seal_files(verify=self.keep is not None)
 
     def _commit(self, records: list[dict[str, FileRecord]]) -> None:
         """On rank 0: publish the checkpoint with the files of all ranks."""
@@ -183,15 +183,15 @@ class _Save:
         notes = Notes(folder, rank, self.manifest.save_id)
         try:
             own: dict[str, Any] = {n: asdict(r) for n, r in self._finish_files().items()}
-            notes.write(f"note-{rank}", {"files": own})
+            notes.write_note(f"note-{rank}", {"files": own})
         except Exception as error:
             for writer in self.files.writers:  # a full disk has no room for the note
                 (folder / writer.name).unlink(missing_ok=True)
-            notes.write(f"note-{rank}", {"error": describe(error)})
+            notes.write_note(f"note-{rank}", {"error": describe(error)})
         if rank > 0:
             done = self.draft.target / MANIFEST
             verdict = poll(
-                lambda: {} if done.exists() else notes.read("failed"),
+                lambda: {} if done.exists() else notes.read_note("failed"),
                 "rank 0 to complete the checkpoint",
             )
             if verdict:
@@ -202,14 +202,14 @@ class _Save:
         except Exception as error:
             self.draft.abandon()
             folder.mkdir(exist_ok=True)
-            notes.write("failed", {"error": describe(error)})
+            notes.write_note("failed", {"error": describe(error)})
             raise as_checkpoint_error(error) from error
 
     def _records_of_all(self, notes: Notes) -> list[dict[str, FileRecord]]:
         """On rank 0: wait for the notes of all ranks, and raise the first error."""
         names = [f"note-{rank}" for rank in range(self.group.world_size)]
         said = [
-            poll(lambda name=name: notes.read(name), f"rank {rank} to finish its files")
+            poll(lambda name=name: notes.read_note(name), f"rank {rank} to finish its files")
             for rank, name in enumerate(names)
         ]
         for rank, note in enumerate(said):

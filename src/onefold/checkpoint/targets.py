@@ -194,7 +194,7 @@ class Targets:
         self.source.fill(tensors)
         return {n: tensors[n] if n in tensors else self.source.read_object(n) for n in names}
 
-    def read(self) -> None:
+    def read_values(self) -> None:
         """Read weights and buffers in place, gradients and optimizer states as new tensors."""
         saved = {name: (tuple(t.shape), t.dtype) for name, t in self._saved_tensors().items()}
         self._refuse_other_module(make_room(self.model.module, saved, "checkpoint"))
@@ -313,7 +313,7 @@ class Targets:
 
     # afterwards
 
-    def finish(self) -> None:
+    def deliver(self) -> None:
         """Hand the values that were read to the engine, the module and the optimizers."""
         engine, values = self.model.engine, self._values
         self._refuse_other_module(

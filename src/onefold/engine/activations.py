@@ -114,8 +114,8 @@ class SavedBytes:
                 if alive is not None:
                     alive._free()
 
-            self._lease = scratch.take(self.nbytes)
-            self._writing = scratch.write(self._lease, self._near, written)
+            self._lease = scratch.lease_place(self.nbytes)
+            self._writing = scratch.begin_write(self._lease, self._near, written)
             return self._writing
 
     def _free(self) -> None:
@@ -136,7 +136,7 @@ class SavedBytes:
             self.stays = True
             if self._near is None and self._reading is None:
                 assert self._lease is not None, "bytes that are not near have been written"
-                self._reading = scratch.read(self._lease, self.nbytes)
+                self._reading = scratch.begin_read(self._lease, self.nbytes)
             elif self._writing is not None and not self._writing.is_completed():
                 self._writing.abandon()
 

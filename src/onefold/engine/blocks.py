@@ -146,7 +146,7 @@ class UnitStep:
             inside = [s for s in ordered if s.start < stop and start < s.stop]
             if inside:
                 block = _StepBlock(self, unit, start, stop, inside)
-                self._tasks.append(unit.context.tiers.steppers.give(block.run))
+                self._tasks.append(unit.context.tiers.steppers.give(block.run_block))
 
     def is_completed(self) -> bool:
         is_over = all(task.is_completed() for task in self._tasks)
@@ -159,9 +159,9 @@ class UnitStep:
         """
         with one_thread():  # as on workers: each core has a block of its own
             for task in self._tasks:
-                task.run()
+                task.run_once()
         for task in self._tasks:
-            task.finish()
+            task.await_end()
         if self._streams:
             self._streams.add(accelerator.current(self._device))
         for stream, event in product(self._streams, self.leaving.values()):
@@ -193,7 +193,7 @@ class _StepBlock:
         self._segments = segments
         self._device = unit.context.tiers.step_device
 
-    def run(self) -> None:
+    def run_block(self) -> None:
         step, device, numel = self._step, self._device, self._stop - self._start
         tensors = [(buffer.tensor.dtype, _is_staged(buffer, device)) for buffer in step.buffers]
         grad = self._segments[0].grad

@@ -278,7 +278,7 @@ class Engine:
             reductions.note_unused({i for i, grad in enumerate(gradients) if grad.is_unused})
         self.marks.end()
         if self.executor.hooks.due and not driven.walks_apart:  # a pipeline runs them at its end
-            self.executor.hooks.run(self.units)
+            self.executor.hooks.run_due(self.units)
 
     def leave_failed_backward(self) -> None:
         """An exception ended backward: show parameters without its gradients until the abort."""
@@ -319,10 +319,10 @@ class Engine:
             unit.gradient.check_whole()
         if any(unit.gradient.partial or unit.gradient.reduction.waits for unit in self.units):
             self.executor.do(self.schedule.complete(self._trained()))
-            self.executor.hooks.run(self.units)
+            self.executor.hooks.run_due(self.units)
 
     def start_reductions(self) -> None:
-        """Begin to reduce what rests, whatever each rank's batches used; `finish` waits for it."""
+        """Begin to reduce what rests, whatever batches each rank used; an end waits for it."""
         for unit in self.units:
             unit.gradient.check_whole()
             unit.gradient.drop_cleared()

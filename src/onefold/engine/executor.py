@@ -120,7 +120,7 @@ class Executor:
             self._owing.clear()
         else:
             self._owing.discard(stepper)
-        stepped = self.schedule.early_steps.take()
+        stepped = self.schedule.early_steps.take_stepped()
         for index in stepped:
             self.units[index].gradient.end_step()
         return stepped

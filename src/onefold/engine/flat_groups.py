@@ -111,7 +111,7 @@ class FlatStep:
             for name, value in own.items()
         }
 
-    def read(self, names: frozenset[str]) -> None:
+    def note_attributes(self, names: frozenset[str]) -> None:
         """The class reads these attributes of parameters from now on."""
         self._reads = names
 

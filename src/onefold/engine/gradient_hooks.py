@@ -37,7 +37,7 @@ class GradientHooks:
         self.due.clear()
         self.edits.clear()
 
-    def run(self, units: Sequence[Unit]) -> None:
+    def run_due(self, units: Sequence[Unit]) -> None:
         """Run all hooks that are due, if there are some: the backward is over."""
         self._turns = {unit: turn for turn, unit in enumerate(reversed(units))}
         self._run_hooked(sorted(self.due, key=lambda p: (self._turns[p.unit], p.index)))

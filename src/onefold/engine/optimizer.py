@@ -239,7 +239,7 @@ class OptimizerBinding:
         if self._looks.have_changed(optimizer):
             reads = self._looks.judge(optimizer, self.engines, is_flat=self.is_flat)
             if isinstance(self._strategy, FlatStep):
-                self._strategy.read(reads)
+                self._strategy.note_attributes(reads)
 
     def _show_all(self, optimizer: Optimizer) -> None:
         """Let a class that knows parameters by identity or position find all of them."""

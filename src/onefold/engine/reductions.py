@@ -123,7 +123,7 @@ class Reductions:
         averaged, self._averaged = self._averaged, []
         return averaged
 
-    def finish(self, out: list[Action]) -> None:
+    def reduce_rest(self, out: list[Action]) -> None:
         """Reduce every unit that backward left incomplete or did not reach; finish everything.
 
         A rank that did not use a unit still takes part with zeros: another may have used it.
@@ -132,7 +132,7 @@ class Reductions:
         self.drain(out)
 
     def start_all(self, out: list[Action], *, at_once: bool = False) -> None:
-        """Reduce every unit that `finish` would; `at_once`: without a wait for any of them."""
+        """Reduce every unit that `reduce_rest` would; `at_once`: without a wait for any of them."""
         for unit in list(self._order):
             is_due = unit not in self._started or self._fired[unit]
             if is_due and self._trained[unit]:

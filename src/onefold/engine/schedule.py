@@ -266,7 +266,7 @@ class Schedule:
         if self.reductions.defers:
             self.reductions.defer()
         else:
-            self.reductions.finish(out)
+            self.reductions.reduce_rest(out)
             self._step_reduced(out)
         return [*out, (Verb.REST, NO_UNIT)]
 
@@ -288,10 +288,10 @@ class Schedule:
 
     def complete(self, trained: Sequence[int]) -> list[Action]:
         """Reduce gradients of an accumulation that ended without its last micro-batch."""
-        return self._start_all(trained, frozenset(), at_once=False) + self.finish()
+        return self._start_all(trained, frozenset(), at_once=False) + self.finish_reductions()
 
     def start(self, trained: Sequence[int]) -> list[Action]:
-        """Begin to reduce what rests, all at once; `finish` follows."""
+        """Begin to reduce what rests, all at once; `finish_reductions` follows."""
         all_rest = self.policy.defers_reduction or self.policy.sums_rest
         others = frozenset(range(0 if all_rest else len(trained))) - self.driven.rests
         return self._start_all(trained, others, at_once=True)
@@ -302,7 +302,7 @@ class Schedule:
         self.reductions.start_all(out, at_once=at_once)
         return out
 
-    def finish(self) -> list[Action]:
+    def finish_reductions(self) -> list[Action]:
         """Finish the reductions of `complete` or `start`."""
         out: list[Action] = []
         self.reductions.drain(out)

@@ -42,7 +42,7 @@ def unsharded(engine: Engine, *, writeback: bool) -> Iterator[None]:
     try:
         with engine.driven(is_suspended=True):
             yield
-        gradients.take(shown)
+        gradients.take_off(shown)
     except BaseException:
         gradients.lose()
         raise
@@ -100,7 +100,7 @@ class _Gradients:
                 sharded._grad = self._stand_ins[parameter] = stand_in
             self._seen[parameter] = sharded._grad
 
-    def take(self, shown: dict[UnitParameter, nn.Parameter]) -> None:
+    def take_off(self, shown: dict[UnitParameter, nn.Parameter]) -> None:
         """Take the gradients off, but those that were cleared in one form or the other."""
         self._is_over = True
         with torch._C.DisableTorchFunctionSubclass():

@@ -119,7 +119,7 @@ class Call:
         if before is not None:
             before.end()
 
-    def finish(self, clock: int) -> None:
+    def end_forward(self, clock: int) -> None:
         """The forward is over."""
         self.finished = clock
 
@@ -178,7 +178,7 @@ class OpenCalls:
 
     def leave(self, call: Call, clock: int, module: Hashable, num_modules: int) -> None:
         """The forward of a call is over."""
-        call.finish(clock)
+        call.end_forward(clock)
         self.event_log.note(EventKind.LEAVE, call.unit, call.started, module, num_modules)
 
     def hold(self, unit: int) -> None:
@@ -363,7 +363,7 @@ class EarlySteps:
             self._stepped.append(unit)
             out.append((Verb.STEP, unit))
 
-    def take(self) -> set[int]:
+    def take_stepped(self) -> set[int]:
         """The optimizer's step begins: return the units that were stepped already."""
         stepped, self._stepped = set(self._stepped), []
         return stepped

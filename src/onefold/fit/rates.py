@@ -234,7 +234,7 @@ def blocks_of(files: Sequence[BlockFile], name: str) -> RateRow:
     def work(waiting: Iterator[tuple[int, int, int]], view: memoryview) -> None:
         for at, index, length in waiting:  # each free thread takes the next
             file = files[index]
-            move = file.read if wants_read(at // REQUEST_NBYTES) else file.write
+            move = file.read_block if wants_read(at // REQUEST_NBYTES) else file.write_block
             move(at, view[:length])
 
     def act() -> None:

@@ -37,7 +37,7 @@ def elements_of(reader: BlockReader, piece: Piece, dtype: torch.dtype) -> tuple[
     unless the archive holds one tensor of this shape and dtype.
     """
     place = piece.place
-    head = bytes(reader.read(place.start, min(HEAD_NBYTES, place.length)))
+    head = bytes(reader.read_checked(place.start, min(HEAD_NBYTES, place.length)))
     what = f"a tensor at byte {place.start} of file {reader.name!r}"
     hint = "its metadata and its files are of different checkpoints; load an earlier one"
     description, start = (_record(head, name) for name in (_PICKLE, _ELEMENTS))

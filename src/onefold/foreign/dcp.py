@@ -51,7 +51,7 @@ class DcpFormat:
             hint = "this is no checkpoint, or a part of one"
             raise CheckpointError(what, "no such file", hint=hint)
         with BlockReader(folder / METADATA, files[METADATA]) as reader:
-            data = bytes(reader.read(0, reader.nbytes))
+            data = bytes(reader.read_checked(0, reader.nbytes))
         listing, is_ours = read_metadata(data, files, what)
         if is_ours and not is_verified:
             wanted = f"file 'manifest.json' in checkpoint {str(folder)!r}, which onefold has saved"
@@ -82,7 +82,7 @@ class _DcpStore:
     def read_object(self, listed: Place) -> Any:
         with BlockReader(self.folder / listed.file, self.files[listed.file]) as reader:
             name = f"an object at byte {listed.start} of {listed.file}"
-            return read_object(bytes(reader.read(listed.start, listed.length)), name)
+            return read_object(bytes(reader.read_checked(listed.start, listed.length)), name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,9 +105,9 @@ class _Content:
     def step_of(self, name: str) -> float:
         """Return the step of a parameter; 0 for one that was not stepped."""
         key = self.states[name].get(STEP)
-        return 0.0 if key is None else float(self.read(key))
+        return 0.0 if key is None else float(self.read_whole(key))
 
-    def read(self, name: str) -> Tensor:
+    def read_whole(self, name: str) -> Tensor:
         """Read a tensor as a whole."""
         if name not in self.source.tensors:
             return torch.as_tensor(self.source.read_object(name))
@@ -148,9 +148,9 @@ def _write_content(content: _Content, writer: _FolderWriter) -> None:
     trained = {name for group in content.groups for name in group["params"]}
     for name, read in content.weights.items():
         more = {"cat_dim": 0} if name in trained else {}
-        writer.write(f"{UNIVERSAL}/{name}/{FP32_FILE}", {PARAM: content.read(read), **more})
+        writer.write(f"{UNIVERSAL}/{name}/{FP32_FILE}", {PARAM: content.read_whole(read), **more})
         for key, state in content.states[name].items():
-            value = content.read(state)
+            value = content.read_whole(state)
             whole = value if key == STEP else {PARAM: value, **more}
             writer.write(f"{UNIVERSAL}/{name}/{key}.pt", whole)
     groups = [{**group, "params": [index]} for index, group in enumerate(content.groups)]

@@ -271,7 +271,7 @@ class KVLayer(CacheLayerMixin):
         room = self._shared.room(start + value_numel * dtype.itemsize, Kind.STAGING)
         keys = room.tensor(numel, dtype).view(shape)
         values = room.tensor(value_numel, dtype, start).view(value_shape)
-        tokens.read(keys[:, :, : tokens.length], values[:, :, : tokens.length])
+        tokens.fill_tokens(keys[:, :, : tokens.length], values[:, :, : tokens.length])
         self._shared.whole = self._index, room, keys, values
         return keys, values
 

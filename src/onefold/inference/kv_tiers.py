@@ -72,7 +72,7 @@ class FarRead:
 
     def __init__(self, runs: Sequence[BlockRun], slots: SlotPool) -> None:
         self._slots = slots
-        self._slot = slots.take(sum(run.wanted_nbytes for run in runs))
+        self._slot = slots.take_slot(sum(run.wanted_nbytes for run in runs))
         self._arriving: list[tuple[Tensor, Transfer]] = []
         at = 0
         for run in runs:
@@ -183,7 +183,7 @@ class KVTiers:
                 room = self.room(count * block_nbytes, Kind.CACHE)
                 return BlockRun(tier, room, None, batch, count)
             if count > 0 and scratch is not None:
-                lease = scratch.take(count * block_nbytes)
+                lease = scratch.lease_place(count * block_nbytes)
                 return BlockRun(tier, lease, scratch, batch, count)
         if self._disk is None:
             raise TierError(
@@ -192,7 +192,7 @@ class KVTiers:
                 where=f"rank {self._rank}",
                 hint="a larger budget=, or disk=PATH",
             )
-        lease = self._disk.take(wanted * block_nbytes)
+        lease = self._disk.lease_place(wanted * block_nbytes)
         return BlockRun("disk", lease, self._disk, batch, wanted)
 
     def room(self, nbytes: int, kind: Kind) -> Room:

@@ -101,7 +101,7 @@ class LayerTokens:
             start += step
             self.length += step
 
-    def read(self, keys: Tensor, values: Tensor) -> None:
+    def fill_tokens(self, keys: Tensor, values: Tensor) -> None:
         """Fill keys and values [batch, heads, length, width]. Raises `TierError`."""
         start, ahead = 0, self._tiers.arriving(self._layer, self.runs)
         try:
@@ -166,7 +166,7 @@ class LayerTokens:
                 with self._tiers.slots.lend(count * size) as slot:
                     flat = slot.tensor(count * size, torch.uint8)
                     self._lay(flat, *part)
-                    run.scratch.write(run.place, flat, lambda: None, at).wait()
+                    run.scratch.begin_write(run.place, flat, lambda: None, at).wait()
             run.fill(count)
             start += count
 

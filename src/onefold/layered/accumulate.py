@@ -91,7 +91,7 @@ def accumulate_layers(
     forwards = [partial(_forward, module, batch, loss, len(batches)) for batch in batches]
     streams = RandomStreams(len(batches), engine.context.store.device, module)
     try:
-        total = known.run(engine, order, forwards, streams)
+        total = known.run_micro_batches(engine, order, forwards, streams)
     finally:
         streams.end()
     return total
@@ -186,7 +186,7 @@ class Accumulation:
     _picked: Order | None = None
     _num_picks: int = 0
 
-    def run(
+    def run_micro_batches(
         self, engine: Engine, order: Order, forwards: Sequence[Forward], streams: RandomStreams
     ) -> Tensor:
         """Run all micro-batches of a step, in a loop where the module is no chain."""
@@ -215,7 +215,7 @@ class Accumulation:
         kept = [] if self.is_proved else [(b, b.clone()) for b in root.buffers()]
         layered = Layered(engine, forwards, streams, blocks, is_proved=self.is_proved)
         try:
-            total = layered.run()
+            total = layered.run_by_layers()
         except NotAChain as why:
             self.refused = str(why)
             streams.undo()

@@ -97,7 +97,7 @@ class Layered:
         self._base = Drive(joins_backwards=True)
         self.border_nbytes = 0
 
-    def run(self) -> Tensor:
+    def run_by_layers(self) -> Tensor:
         """Run forward and backward; return the sum of the losses, detached.
 
         Raises `NotAChain` before any backward, and leaves nothing behind but changed buffers.

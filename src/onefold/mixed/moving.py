@@ -132,7 +132,7 @@ class OptimizerStates:
             }
         return entries
 
-    def take(self) -> None:
+    def take_states(self) -> None:
         """Take the states off the optimizer, as own rows."""
         self.entries = {
             parameter: {
@@ -175,7 +175,7 @@ class OptimizerStates:
             for name, value in entry.items()
         }
 
-    def finish(self) -> None:
+    def end_move(self) -> None:
         """Count the states, and let the next step find them in place."""
         self.binding.follow_cut(self.optimizer, self.engine, self.flats)
 

@@ -69,7 +69,7 @@ def reshare(module: nn.Module, shares: SharesChoice = AUTO) -> None:
         ready = _rest(engine)
         recipe = _recipe(engine, weights)
         if recipe.shares != engine.recipe.shares:
-            _Reshare.prepare_for(engine, ready, recipe, collect(group, ready.notes)).run()
+            _Reshare.prepare_for(engine, ready, recipe, collect(group, ready.notes)).move_all()
 
 
 def _checked_values(engine: Engine, shares: object) -> Shares | str:
@@ -189,17 +189,17 @@ class _Reshare:
         return _Reshare(engine, ready, recipe, context, entries, frozenset(means))
 
     @torch.no_grad()
-    def run(self) -> None:
+    def move_all(self) -> None:
         """Move all units, one at a time: each holds its old and new rows together meanwhile."""
         engine, recipe = self.engine, self.recipe
         for states in self.ready.states:
-            states.take()
+            states.take_states()
         for unit in _moving(engine):
             by_rows = unit.context.routes.gather_hops is not None or unit.is_tiled
             self._move(unit, unit.spec.on(self.context, by_rows=by_rows))
         engine.recut(self.context, recipe)
         for states in self.ready.states:
-            states.finish()
+            states.end_move()
 
     def _move(self, unit: Unit, spec: UnitSpec) -> None:
         """Move the rows of one unit, and let all that refers to them follow."""

@@ -181,7 +181,7 @@ class RowSpeeds:
 
     def _end_step(self) -> None:
         """The step before is complete: add it to the fit, and exchange speeds if that is due."""
-        self.read()
+        self.take_in()
         rows, measured = self._rows, self._measured()
         self._rows, self._busy, self._first, self._has_stepped = 0, _NO_TIME, None, False
         self._num_steps += 1
@@ -222,7 +222,7 @@ class RowSpeeds:
             ticket.wait()  # on the device
         self._pending = ticket, Fetched(everyone)
 
-    def read(self) -> None:
+    def take_in(self) -> None:
         """Take in the speeds that the ranks have sent to one another."""
         pending, self._pending = self._pending, None
         if pending is None:

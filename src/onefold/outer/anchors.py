@@ -141,7 +141,7 @@ class Anchors:
         self._bytes.set(sum(value.nbytes for value in tensors if isinstance(value, Tensor)))
 
     @torch.no_grad()
-    def write(self, kind: str, index: int, rows: Tensor, keep: float = 0.0) -> None:
+    def write_averages(self, kind: str, index: int, rows: Tensor, keep: float = 0.0) -> None:
         """Write averaged rows to a unit's weights or states, which keep a share of their own.
 
         A first moment stays 0 where the second one is: Adam divides by its root. Elements are like

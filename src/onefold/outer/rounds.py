@@ -60,7 +60,7 @@ class Delivery:
         """Wait until all messages are there."""
         self._ticket.wait()
 
-    def read(self, number: int, island: int) -> Tensor:
+    def read_message(self, number: int, island: int) -> Tensor:
         """Return one message as an island has sent it: uint8, a copy that is aligned."""
         found, parts = self._found[number], self._out
         if island == self._island:  # what the others have got
@@ -106,7 +106,9 @@ class OuterRound:
         assert self._delivery is not None, "it has started"
         means = {item: torch.zeros_like(rows) for item, rows in self.sent.items()}
         for number, (item, message) in enumerate(self._messages):
-            of_islands = [self._delivery.read(number, k) for k in range(len(places.weights))]
+            of_islands = [
+                self._delivery.read_message(number, k) for k in range(len(places.weights))
+            ]
             message.mean(of_islands, places.weights, means[item])
             residual = anchors.residual(item[1])
             if item[0] == WEIGHTS and residual is not None:
@@ -114,7 +116,7 @@ class OuterRound:
         anchors.step({index: mean for (kind, index), mean in means.items() if kind == WEIGHTS})
         for (kind, index), mean in means.items():
             rows = anchors.parameters[index].detach() if kind == WEIGHTS else mean
-            anchors.write(kind, index, rows, keep)
+            anchors.write_averages(kind, index, rows, keep)
 
 
 def messages_of(places: Places, item: Item) -> list[ParcelMessage]:
@@ -133,5 +135,5 @@ def follow_first(places: Places, anchors: Anchors, ledger: Ledger) -> None:
             ledger.sent("islands start", delivery.sent_nbytes, len(messages))
             continue
         for number, message in enumerate(messages):
-            message.unpack(delivery.read(number, 0), rows)
-        anchors.write(WEIGHTS, index, rows)
+            message.unpack(delivery.read_message(number, 0), rows)
+        anchors.write_averages(WEIGHTS, index, rows)

@@ -233,17 +233,17 @@ class ByteExecutor(ActionExecutor):
             self._step(index)  # it was cleared
         self._counter.add("unsharded", nbytes)
         for index, unit in enumerate(self._units):
-            self.take(index, "gather", unit.messages.gather.buffers)
+            self.begin_message(index, "gather", unit.messages.gather.buffers)
             self._counter.see()
             self.give(index, "gather", unit.messages.gather.buffers)
 
     # buffers of messages
 
-    def take(self, index: int, link: str, buffers: tuple[int, ...]) -> None:
+    def begin_message(self, index: int, link: str, buffers: tuple[int, ...]) -> None:
         """Begin a message of a unit."""
         spares = self._spares[self._units[index].data_ranks, link]
         for nbytes in buffers:
-            spares.take(nbytes, nbytes, lambda: None)
+            spares.take_spare(nbytes, nbytes, lambda: None)
 
     def give(self, index: int, link: str, buffers: tuple[int, ...]) -> None:
         """The message has been read."""
@@ -277,7 +277,7 @@ class ByteExecutor(ActionExecutor):
 
     def _stage(self, index: int, link: str, buffers: tuple[int, ...]) -> None:
         if buffers:
-            self.take(index, link, buffers)
+            self.begin_message(index, link, buffers)
             self._staged[index].append((link, buffers))
 
     def _decode_staged(self, index: int) -> None:
@@ -318,7 +318,7 @@ class ByteExecutor(ActionExecutor):
             self._counter.add("partial_grad", self._units[index].sums)
         elif not recipe.reduces_in_hops and recipe.world_size > 1:
             self._make_grad(index)
-        self.take(index, "first", messages.reduce.buffers)
+        self.begin_message(index, "first", messages.reduce.buffers)
         self.sent["reduce_scatter" + recipe.reduce_suffix] += messages.reduce.sent
         self._counter.see()
 
@@ -335,7 +335,7 @@ class ByteExecutor(ActionExecutor):
         if recipe.reduces_in_hops:
             self._make_grad(index)
         second_hop = self._units[index].messages.second_hop
-        self.take(index, "second", second_hop.buffers)
+        self.begin_message(index, "second", second_hop.buffers)
         crosses = recipe.reduces_in_hops or recipe.are_replicas
         name = "reduce_scatter between" if crosses else "gather"
         self.sent[name] += second_hop.sent
@@ -347,7 +347,7 @@ class ByteExecutor(ActionExecutor):
         name = "gather between" if self._recipe.is_sharded else "gather"
         self.sent[name] += messages.share.sent
         if messages.share.buffers:
-            self.take(index, "third", messages.share.buffers)
+            self.begin_message(index, "third", messages.share.buffers)
             self._counter.see()
             self.give(index, "third", messages.share.buffers)
         if index in self._sums:

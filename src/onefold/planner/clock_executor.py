@@ -243,7 +243,7 @@ class ClockExecutor(ActionExecutor):
         """Execute the actions that answer the event."""
         self.do(actions)
 
-    def finish(self) -> None:
+    def await_reductions(self) -> None:
         """Wait for every reduction."""
         for index in list(self._landed):
             self.streams.wait(self._landed.pop(index), "exposed_reduce")

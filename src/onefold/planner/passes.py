@@ -209,10 +209,10 @@ class _Player:
     def _use_large(self, use: Use) -> None:
         large = _large(self._recipe, use, self._held[use.unit])
         self._counter.add("unsharded", large.rooms)
-        taken = [self._slots.take(nbytes) for nbytes in large.slots]
+        taken = [self._slots.take_slot(nbytes) for nbytes in large.slots]
         self._counter.see()
         for index, nbytes in enumerate(large.messages):  # the next is on its way
-            self._executor.take(use.unit, "gather", (nbytes,))
+            self._executor.begin_message(use.unit, "gather", (nbytes,))
             self._counter.see()
             if index:
                 self._executor.give(use.unit, "gather", (large.messages[index - 1],))
@@ -234,7 +234,7 @@ class _Player:
     def _fetch(self, index: int) -> None:
         """Own rows pass through a slot on their way into unsharded weights."""
         if self._is_far and index not in self._fetched:
-            self._fetched[index] = self._slots.take(self._held[index].weight)
+            self._fetched[index] = self._slots.take_slot(self._held[index].weight)
 
 
 class _Slot:

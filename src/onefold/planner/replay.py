@@ -45,7 +45,7 @@ class Replay:
         """Play a step without executing it: the schedule then knows the order of use."""
         for micro in range(num_microbatches):
             self.micro_batch(None, is_last=micro + 1 == num_microbatches)
-        self._schedule.early_steps.take()
+        self._schedule.early_steps.take_stepped()
         self._schedule.rest()
         self._schedule.stepped()
 
@@ -78,7 +78,7 @@ class Replay:
         yield self._schedule.drive(stage.end)
         yield self._schedule.start(self._trained)
         yield self._schedule.drive(stage.before)
-        yield self._schedule.finish()
+        yield self._schedule.finish_reductions()
 
     def _use(self, event: Event) -> list[Action]:
         """An operation outside the unit's modules uses it, or a graph refers to it."""

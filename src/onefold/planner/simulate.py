@@ -104,8 +104,8 @@ def simulate(
         for micro in range(run.accumulate):
             executor.begin(micro)
             replay.micro_batch(executor, is_last=micro + 1 == run.accumulate)
-        executor.finish()
-        stepped = schedule.early_steps.take()
+        executor.await_reductions()
+        stepped = schedule.early_steps.take_stepped()
         executor.do(schedule.rest())
         executor.step(is_far, stepped)
         schedule.stepped()

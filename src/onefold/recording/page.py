@@ -99,7 +99,7 @@ def prepare(directory: str | os.PathLike[str], purpose: str = "a report") -> Pat
     return path
 
 
-def write(
+def write_report(
     directory: str | os.PathLike[str], report: RunReport, records: Sequence[StepRecord]
 ) -> Path:
     """Write all three files; return the page's path. The trace has the `records` of all ranks."""
@@ -117,7 +117,7 @@ def draw(directory: Path, report: RunReport, against: RunReport | None = None) -
     return target
 
 
-def read(directory: str | os.PathLike[str]) -> RunReport:
+def read_report(directory: str | os.PathLike[str]) -> RunReport:
     """Read the report of a directory. Raises `ConfigError` if it is absent or damaged."""
     path = Path(directory) / DATA
     try:

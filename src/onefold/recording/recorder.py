@@ -81,7 +81,7 @@ class Recording:
             directory: it is made if it does not exist.
             later: recordings of later steps, among which the page lets its reader choose.
         """
-        from onefold.recording.page import write
+        from onefold.recording.page import write_report
         from onefold.recording.page_data import report_of, view_of
 
         engine = self._engine
@@ -92,9 +92,9 @@ class Recording:
             stage0=stage0_nbytes(engine.recipe),
             others=[view_of(recording.step, recording.number) for recording in later],
         )  # fmt: skip
-        write(directory, report, [self.step])
+        write_report(directory, report, [self.step])
 
-    def finish(self, recorder: Recorder) -> None:
+    def end_block(self, recorder: Recorder) -> None:
         """End the block: keep the recorder's result."""
         self._step = recorder.result(self._engine.group.rank, self._engine.group.world_size)
 
@@ -119,7 +119,7 @@ def record(module: nn.Module) -> Iterator[Recording]:
     finally:
         ledger.unwatch(recorder)
         recorder.modules.remove()
-    recording.finish(recorder)
+    recording.end_block(recorder)
 
 
 class _OpenSpan:
@@ -234,7 +234,7 @@ class Recorder:
         seconds = self._clock()
         for moment in (moment for _, _, _, bounds, _ in self._spans for moment in bounds):
             if isinstance(moment, accelerator.Event):
-                accelerator.finish(moment)
+                accelerator.await_event(moment)
         spans: list[SpanLine] = []
         for stream, verb, unit, bounds, nbytes in self._spans:
             start, stop = map(self._seconds, bounds)

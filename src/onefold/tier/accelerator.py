@@ -116,7 +116,7 @@ def wait(event: Event, device: torch.device) -> None:
     current(device).wait_event(event)
 
 
-def finish(event: Event) -> None:
+def await_event(event: Event) -> None:
     """Wait, on the host, for an event that is not over yet."""
     if not event.query():
         event.synchronize()
@@ -190,7 +190,7 @@ class Fetched:
     def read(self) -> Tensor:
         """Return the numbers in host memory; the host waits until they are there."""
         if self.arrived is not None:
-            finish(self.arrived)
+            await_event(self.arrived)
         return self._copy
 
 

@@ -40,7 +40,7 @@ class Area:
         self._free: list[list[tuple[int, int]]] = []  # of each ground: (start, stop), in order
         self._lock = Lock()
         # a lease may end in a garbage collection inside one of our own locked lines, so it only
-        # queues its bytes here, and `take` reads the queue
+        # queues its bytes here, and `lease` reads the queue
         self._given: deque[tuple[int, int, int]] = deque()
 
     def add(self, ground: int, start: int, nbytes: int) -> None:
@@ -52,7 +52,7 @@ class Area:
         self._ledger.add(self._kind, self._tier, -lease.nbytes, is_mapped=True)
         self._given.append((lease.ground, lease.offset, lease.nbytes))
 
-    def take(self, nbytes: int, first: int = 0) -> Lease | None:
+    def lease(self, nbytes: int, first: int = 0) -> Lease | None:
         """Lease the smallest free stretch that fits: of ground `first`, or of the next with one."""
         with self._lock:
             while self._given:
@@ -69,7 +69,7 @@ class Area:
         self, nbytes: int, first: int, grow: Callable[[], tuple[int, int, int]]
     ) -> Lease:
         """Lease `nbytes`, adding the (ground, start, nbytes) of `grow` where no stretch is free."""
-        while (lease := self.take(nbytes, first)) is None:
+        while (lease := self.lease(nbytes, first)) is None:
             self.add(*grow())
         return lease
 

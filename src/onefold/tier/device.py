@@ -103,7 +103,7 @@ class Pages(Allocation):
         self._pool.give(self)
 
     def restore(self) -> None:
-        self._pool.take(self)
+        self._pool.restore_pages(self)
 
     def drop(self) -> None:
         """Return the pages to the system."""
@@ -132,7 +132,7 @@ class PagePool:
         if len(self._spare) > MAX_SPARE:
             self._spare.pop(0).drop()
 
-    def take(self, pages: Pages) -> None:
+    def restore_pages(self, pages: Pages) -> None:
         """Restore a buffer's own pages, or move the pages of a buffer of its length."""
         if pages in self._spare:
             self._spare.remove(pages)
@@ -190,7 +190,9 @@ class InRing(Resizable):
             self._ring.give(self.tensor.untyped_storage(), place)
 
     def restore(self) -> None:
-        self._place = self._ring.take(self.tensor.untyped_storage(), self._nbytes, self._home)
+        self._place = self._ring.take_ring_slot(
+            self.tensor.untyped_storage(), self._nbytes, self._home
+        )
         if self._home is None or not self._home.nbytes:
             self._home = self._place
 
@@ -221,7 +223,9 @@ class Ring:
         self._device = device
         self._free: list[RingSlot] = []  # oldest first
 
-    def take(self, storage: torch.UntypedStorage, nbytes: int, home: RingSlot | None) -> RingSlot:
+    def take_ring_slot(
+        self, storage: torch.UntypedStorage, nbytes: int, home: RingSlot | None
+    ) -> RingSlot:
         """Give `storage` the bytes of a free slot, or new ones: at least `nbytes`."""
         fitting = [slot for slot in self._free if nbytes <= slot.nbytes <= MOST_TIMES * nbytes]
         if not fitting:

@@ -68,13 +68,13 @@ class BlockFile:
         self.read_nbytes = self.written_nbytes = 0
         self._counting = Lock()  # several threads move blocks
 
-    def read(self, offset: int, into: memoryview) -> None:
+    def read_block(self, offset: int, into: memoryview) -> None:
         """Fill `into` from `offset`, repeating short reads."""
         self._move(os.preadv, offset, into, "read")
         with self._counting:
             self.read_nbytes += len(into)
 
-    def write(self, offset: int, source: memoryview) -> None:
+    def write_block(self, offset: int, source: memoryview) -> None:
         """Write all of `source` at `offset`."""
         self._move(os.pwritev, offset, source, "write")
         with self._counting:
@@ -226,11 +226,11 @@ class Extent(Allocation):
 
     def fetch(self, start: int, into: Tensor) -> None:
         for file, offset, view in self._parts_of_flat(start, into):
-            file.read(offset, view)
+            file.read_block(offset, view)
 
     def flush(self, start: int, source: Tensor) -> None:
         for file, offset, view in self._parts_of_flat(start, source):
-            file.write(offset, view)
+            file.write_block(offset, view)
 
     def _parts_of_flat(
         self, start: int, flat: Tensor

@@ -50,7 +50,7 @@ class CheckpointFile(BlockFile):
         first, last = offset // PAGE_NBYTES * PAGE_NBYTES, whole_pages(offset + len(into))
         if not self.is_direct or last > self._direct_nbytes:
             view = (ctypes.c_char * len(into)).from_address(into.data_ptr())
-            self._cached.read(offset, memoryview(view).cast("B"))
+            self._cached.read_block(offset, memoryview(view).cast("B"))
         else:
             with self._slots.lend(last - first) as slot:
                 staged = slot.tensor(last - first, torch.uint8)
@@ -59,7 +59,7 @@ class CheckpointFile(BlockFile):
         with self._counting:
             self.read_nbytes += len(into)
 
-    def write(self, offset: int, source: memoryview) -> None:
+    def write_block(self, offset: int, source: memoryview) -> None:
         """Raise `TierError`: a checkpoint stays as it is."""
         error = OSError(errno.EROFS, os.strerror(errno.EROFS))
         raise self._failed(f"to write {len(source):,} bytes", error, offset, len(source))
@@ -96,7 +96,7 @@ class FileRows(Allocation):
 
     def flush(self, start: int, source: Tensor) -> None:
         for part in self._parts[:1]:
-            part.file.write(start * self._itemsize, page_view(source))
+            part.file.write_block(start * self._itemsize, page_view(source))
 
     def forget(self) -> None:
         """Nothing was read into memory of ours."""

@@ -61,7 +61,7 @@ class DiskScratch:
         self._counting = Lock()
         self._turn = 0
 
-    def take(self, nbytes: int) -> Lease:
+    def lease_place(self, nbytes: int) -> Lease:
         """Lease a place for `nbytes`. Raises `TierError` when the tier has no room."""
         full = whole_pages(nbytes)
         ground = self._turn % len(self._files)
@@ -69,7 +69,9 @@ class DiskScratch:
         grow = self._files[ground].extend
         return self._area.take_or_grow(full, ground, lambda: (ground, grow(full), full))
 
-    def write(self, lease: Lease, source: Tensor, then: Callable[[], None], at: int = 0) -> Pieces:
+    def begin_write(
+        self, lease: Lease, source: Tensor, then: Callable[[], None], at: int = 0
+    ) -> Pieces:
         """Begin to write `source` [nbytes, uint8], which the transfer keeps alive.
 
         A worker or the waiting thread calls `then` when `source` may be freed. The first byte goes
@@ -80,12 +82,12 @@ class DiskScratch:
         def piece(start: int, stop: int) -> None:
             part = source[start:stop]
             if _is_whole_pages(part):
-                file.write(offset + start, page_view(part))
+                file.write_block(offset + start, page_view(part))
                 return
             with self._slots.lend(PIECE_NBYTES) as slot:
                 staged = slot.tensor(stop - start, torch.uint8)
                 self._copy(staged, part, ready)
-                file.write(offset + start, page_view(staged))
+                file.write_block(offset + start, page_view(staged))
 
         def written() -> None:
             then()
@@ -93,7 +95,7 @@ class DiskScratch:
 
         return Pieces(self._workers, len(source), piece, written)
 
-    def read(self, lease: Lease, nbytes: int) -> tuple[Tensor, Pieces]:
+    def begin_read(self, lease: Lease, nbytes: int) -> tuple[Tensor, Pieces]:
         """Begin to read into new memory [nbytes, uint8] of the computing device."""
         into = self._allocate(nbytes)
         return into, self._read_pieces(lease, into, 0, lambda: self._note_moved(nbytes))
@@ -109,11 +111,11 @@ class DiskScratch:
 
         def piece(start: int, stop: int) -> None:
             if self._stream is None:
-                file.read(offset + start, page_view(into[start:stop]))
+                file.read_block(offset + start, page_view(into[start:stop]))
                 return
             with self._slots.lend(PIECE_NBYTES) as slot:
                 staged = slot.tensor(stop - start, torch.uint8)
-                file.read(offset + start, page_view(staged))
+                file.read_block(offset + start, page_view(staged))
                 self._copy(into[start:stop], staged, ready)
 
         return Pieces(self._workers, len(into), piece, then)
@@ -208,9 +210,9 @@ class Pieces:
         Afterwards the caller may use the bytes read, or reuse the memory written.
         """
         for task in self._tasks:
-            task.run()
+            task.run_once()
         for task in self._tasks:
-            task.finish()
+            task.await_end()
         for task in self._tasks:
             task.wait()
         if self._failure is not None:
@@ -244,7 +246,7 @@ class HostScratch:
         self._arenas: list[Tensor] = []
         self._area = Area(self.name, ledger, kind)
 
-    def take(self, nbytes: int) -> Lease:
+    def lease_place(self, nbytes: int) -> Lease:
         full = whole_pages(nbytes)
         return self._area.take_or_grow(full, 0, lambda: self._grow(full))
 
@@ -253,13 +255,13 @@ class HostScratch:
         self._arenas.append(HostStore(length).allocate(length, torch.uint8).tensor)
         return len(self._arenas) - 1, 0, length
 
-    def write(
+    def begin_write(
         self, lease: Lease, source: Tensor, then: Callable[[], None], at: int = 0
     ) -> StreamCopy:
-        """See `DiskScratch.write`. The waiting thread calls `then`."""
+        """See `DiskScratch.begin_write`. The waiting thread calls `then`."""
         return StreamCopy(self._stream, self._bytes(lease, at, len(source)), source, source, then)
 
-    def read(self, lease: Lease, nbytes: int) -> tuple[Tensor, StreamCopy]:
+    def begin_read(self, lease: Lease, nbytes: int) -> tuple[Tensor, StreamCopy]:
         into = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         return into, self.read_into(lease, into)
 

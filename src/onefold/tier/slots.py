@@ -91,7 +91,7 @@ class SlotPool:
         """Return a pool of host memory."""
         return SlotPool(lambda nbytes: host_room(nbytes, ledger))
 
-    def take(self, nbytes: int, stream: accelerator.Stream | None = None) -> Room:
+    def take_slot(self, nbytes: int, stream: accelerator.Stream | None = None) -> Room:
         """Take the smallest free slot of at least `nbytes`, or a new one; uninitialised.
 
         Copies that leave it still are waited for: by `stream`, if there is one, else by the host.
@@ -99,7 +99,7 @@ class SlotPool:
         slot = self._taken(nbytes)
         leaving, slot.leaving = slot.leaving, None
         if leaving is not None:
-            accelerator.finish(leaving) if stream is None else stream.wait_event(leaving)
+            accelerator.await_event(leaving) if stream is None else stream.wait_event(leaving)
         return slot
 
     def _taken(self, nbytes: int) -> Room:
@@ -113,12 +113,12 @@ class SlotPool:
                 self._free.sort(key=lambda slot: slot.nbytes)
                 leaving = self._free.pop().leaving  # its memory is free before the new one is made
                 if leaving is not None:
-                    accelerator.finish(leaving)
+                    accelerator.await_event(leaving)
             return self._make(nbytes)
 
     def reserve(self, number: int, nbytes: int) -> None:
         """Allocate so many slots of at least `nbytes` now."""
-        for slot in [self.take(nbytes) for _ in range(number)]:
+        for slot in [self.take_slot(nbytes) for _ in range(number)]:
             self.give(slot)
 
     def give(self, slot: Room) -> None:
@@ -129,7 +129,7 @@ class SlotPool:
     @contextmanager
     def lend(self, nbytes: int) -> Iterator[Room]:
         """Lend a slot for the time of a `with` block."""
-        slot = self.take(nbytes)
+        slot = self.take_slot(nbytes)
         try:
             yield slot
         finally:

@@ -69,7 +69,7 @@ class _Lane:
             stream = self._streams.stream = accelerator.new(self._device)
         return stream
 
-    def finish(self) -> None:
+    def await_stream(self) -> None:
         """Wait, on the host, for the copies and kernels of this thread's stream."""
         stream = self.stream()
         if stream is not None:
@@ -96,7 +96,7 @@ class HostStep(_Lane):
 
         `fills_by_host`: the disk fills it, not this thread's stream alone.
         """
-        slot = self._slots.take(nbytes, None if fills_by_host else self.stream())
+        slot = self._slots.take_slot(nbytes, None if fills_by_host else self.stream())
         try:
             yield slot
         finally:
@@ -104,7 +104,7 @@ class HostStep(_Lane):
 
     def arrived(self) -> None:
         """What a block needs was queued: wait until the CPU may read it."""
-        self.finish()
+        self.await_stream()
 
     def leave(self, slot: Room | None) -> accelerator.Event | None:
         """What a block changed was queued: return the event of its end, None if it is over."""
@@ -143,7 +143,7 @@ class DeviceStep(_Lane):
 
     def leave(self, slot: Room | None) -> accelerator.Event | None:
         """See `HostStep.leave`. The host waits: the next thread's stream waits for no other."""
-        self.finish()
+        self.await_stream()
         return None
 
 

@@ -33,7 +33,7 @@ class Task:
         self._done = Event()
         self.error: BaseException | None = None  # of the work, once it is done
 
-    def run(self) -> None:
+    def run_once(self) -> None:
         """Run the function, unless another thread has begun it."""
         if not self._claim.acquire(blocking=False):
             return
@@ -55,13 +55,13 @@ class Task:
 
     def wait(self) -> None:
         """Return when the function has ended, running it if no thread has; raise its error."""
-        self.finish()
+        self.await_end()
         if self.error is not None:
             raise self.error
 
-    def finish(self) -> None:
+    def await_end(self) -> None:
         """Like `wait`, without raising the error."""
-        self.run()
+        self.run_once()
         self._done.wait()
 
 
@@ -88,7 +88,7 @@ class Workers:
         if self._pool is None:
             self._pool = self._start_threads()
         task = Task(work)
-        self._pool.submit(task.run)
+        self._pool.submit(task.run_once)
         return task
 
     def _start_threads(self) -> ThreadPoolExecutor:

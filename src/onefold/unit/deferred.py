@@ -118,7 +118,7 @@ class _Operation:
     overwrites: _Memory | None
     results: list[tuple[int, _View]] = field(default_factory=list)
 
-    def run(self, storages: dict[_Memory, torch.UntypedStorage]) -> None:
+    def perform(self, storages: dict[_Memory, torch.UntypedStorage]) -> None:
         def real(value: Any) -> Any:
             return value.over(storages) if isinstance(value, _View) else _cloned(value)
 
@@ -308,7 +308,7 @@ class Deferred(TorchDispatchMode):
             if memory is not but:
                 storages = {memory: storage}
                 for operation in memory.history():
-                    operation.run(storages)
+                    operation.perform(storages)
         return memories
 
     def _drop(self, kept: Iterable[_Memory]) -> None:

@@ -54,7 +54,9 @@ class Forms(NamedTuple):
     library: type[Tensor] | None = None  # the class of LIBRARY
 
 
-def take(form: Form, parameters: Iterable[Tensor], library: type[Tensor] | None = None) -> None:
+def take_form(
+    form: Form, parameters: Iterable[Tensor], library: type[Tensor] | None = None
+) -> None:
     """Let parameter objects take a form, each of their unit; `library`: the class of LIBRARY."""
     kind: Any = form.kind or library
     for parameter in parameters:
@@ -64,6 +66,6 @@ def take(form: Form, parameters: Iterable[Tensor], library: type[Tensor] | None 
 def invalidate(parameter: nn.Parameter, why: Callable[[], StateError]) -> Form:
     """Make every later use of the object a `StateError` that says `why`; return its form."""
     form = Form.STALE_AXES if isinstance(parameter, DTensor) else Form.STALE
-    take(form, (parameter,))
+    take_form(form, (parameter,))
     setattr(parameter, "_why", why)  # noqa: B010 - the class is new, the object is not
     return form

@@ -70,7 +70,7 @@ def initialise(
         with room(largest):
             rules = _Rules(deferred, places, set(missing))
             with deferred, torch.no_grad():
-                rules.run(tree.root)
+                rules.initialise(tree.root)
                 rules.complete(tree.root)
         made = {key: place.store[place.name] for key, place in missing.items()}
         for key, place in missing.items():
@@ -125,7 +125,7 @@ class _Rules:
         several = Counter(key for keys in self._own.values() for key in keys)
         self._shared = [key for key, count in several.items() if count > 1]
 
-    def run(self, module: nn.Module) -> None:
+    def initialise(self, module: nn.Module) -> None:
         """Initialise the modules inside, then the module itself."""
         self._seen.add(module)
         inside = set[int]().union(*(self._own.get(part, ()) for part in module.modules()))
@@ -137,7 +137,7 @@ class _Rules:
             return
         for child in module.children():
             if child not in self._seen:
-                self.run(child)
+                self.initialise(child)
         reset = _method(module, "reset_parameters") or _method(module, "_reset_parameters")
         if reset is not None:
             self._call(reset, module)

@@ -17,7 +17,7 @@ from onefold.layout import packed
 from onefold.layout.units import Owned
 from onefold.unit.context import UnitInUse, UnitSpec
 from onefold.unit.decoded import DecodedWeight
-from onefold.unit.forms import Form, Forms, take
+from onefold.unit.forms import Form, Forms, take_form
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.quantized_bytes import QuantizedBytes
 
@@ -61,7 +61,7 @@ class PackedParameter(UnitParameter):
     def plain(self, view: Tensor) -> nn.Parameter:
         """See `UnitParameter.plain`."""
         parameter = super().plain(view)
-        take(Form.LIBRARY, (parameter,), self._library)
+        take_form(Form.LIBRARY, (parameter,), self._library)
         return parameter
 
 

@@ -23,7 +23,7 @@ from onefold.layout.model_axes import local_of
 from onefold.layout.units import Owned
 from onefold.unit import dtensors, logical, refusals, shown_grads, user_hooks, whole
 from onefold.unit.context import UnitInUse, UnitSpec
-from onefold.unit.forms import Form, Forms, invalidate, take
+from onefold.unit.forms import Form, Forms, invalidate, take_form
 from onefold.unit.sharded_form import ShardedForm
 from onefold.wire.collectives import Group
 
@@ -201,9 +201,9 @@ class UnitParameter(ShardedForm):
             original.data = self.local
             whole.introduce(original, ref(self))
             if not spec.computes_on_sharded:
-                take(Form.REPLICATED, (original,))
+                take_form(Form.REPLICATED, (original,))
             elif context.master.itemsize > spec.dtype.itemsize and spec.dtype.is_floating_point:
-                take(Form.WATCHED, (original,))
+                take_form(Form.WATCHED, (original,))
             self.sharded = original
         if not spec.computes_on_sharded and requires_grad:
             self.sharded.register_post_accumulate_grad_hook(dtensors.DirectUse(ref(self)))

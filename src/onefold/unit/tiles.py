@@ -256,7 +256,7 @@ class _TileReducer:
         reduction = Reduction([flat], tile.reduce, [own], [self._fresh], label)
         self._ticket = context.transport.reduce_scatter(reduction)
 
-    def finish(self) -> None:
+    def show_mean(self) -> None:
         """Wait for the last tile, and show the mean; other uses may add to it."""
         self._ticket.wait()
         with torch.no_grad():
@@ -337,7 +337,7 @@ class _Linear(torch.autograd.Function):
             if reducer is not None:
                 reducer.reduce(tile, columns.t() @ flat)
         if reducer is not None:
-            reducer.finish()
+            reducer.show_mean()
             tiled.closed(ctx.use)
         return None if grad_x is None else grad_x.view(x.shape), None, None
 
@@ -373,6 +373,6 @@ class _Embedding(torch.autograd.Function):
             for number, tile in enumerate(tiled.tiles):
                 partial = sum_rows(out, tile.num_rows, numbers == number, rows)
                 reducer.reduce(tile, partial)
-            reducer.finish()
+            reducer.show_mean()
             tiled.closed(ctx.use)
         return None, None, None, None

@@ -34,7 +34,7 @@ from onefold.unit import refusals
 from onefold.unit.buffer import Buffer
 from onefold.unit.context import Context, UnitSpec
 from onefold.unit.decoded import DecodedWeight
-from onefold.unit.forms import Forms, take
+from onefold.unit.forms import Forms, take_form
 from onefold.unit.gather import UnitGather, gather_of
 from onefold.unit.gradient import UnitGradient
 from onefold.unit.init import Values, rows_in_files
@@ -210,7 +210,7 @@ class Unit(UnitWeights):
             weight.fill()
         with torch._C.DisableTorchFunctionSubclass():
             for forms, unsharded in self._forms.items():
-                take(forms.shown, unsharded, forms.library)
+                take_form(forms.shown, unsharded, forms.library)
             for parameter in self.parameters:
                 parameter.show_unsharded()
         self.state = UnitState.UNSHARDED
@@ -260,7 +260,7 @@ class Unit(UnitWeights):
             self._fresh = False
             if self.unsharded.is_held:
                 for forms, unsharded in self._forms.items():
-                    take(forms.stale, unsharded)  # reading them is an error from now on
+                    take_form(forms.stale, unsharded)  # reading them is an error from now on
                 for weight in self.decoded:
                     weight.release()
                 if not keeps_bytes:

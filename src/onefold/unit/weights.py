@@ -92,7 +92,7 @@ class OwnRows:
             return
         self.give_back()
         self._edits = edits
-        slot = self._slot = self._tiers.slots.take(self._weight.tensor.nbytes)
+        slot = self._slot = self._tiers.slots.take_slot(self._weight.tensor.nbytes)
         near = slot.tensor(len(self._weight.tensor), self._weight.tensor.dtype)
 
         def fetch() -> None:
@@ -103,7 +103,7 @@ class OwnRows:
 
         self._task = self._tiers.fetchers.give(fetch)
 
-    def take(self, edits: int) -> Tensor:
+    def rows_after(self, edits: int) -> Tensor:
         """The rows as they are after `edits`, valid until `give_back`. Raises `TierError`."""
         self.start(edits, None)
         assert self._task is not None, "a fetch was just begun"
@@ -131,7 +131,7 @@ class OwnRows:
         task, self._task = self._task, None
         slot, self._slot = self._slot, None
         if task is not None and slot is not None:
-            task.finish()
+            task.await_end()
             self._tiers.slots.give(slot)
 
     def leave_by(self, event: accelerator.Event) -> None:
@@ -145,12 +145,12 @@ class OwnRows:
         """Wait, on the host, until no copy reads rows that rest near: they may be edited."""
         copied, self._copied = self._copied, None
         if copied is not None:
-            accelerator.finish(copied)
+            accelerator.await_event(copied)
 
     def await_fetch(self) -> None:
-        """Wait for a fetch that is under way; its rows stay. Its error is raised by `take`."""
+        """Wait for a fetch that is under way; its rows stay. `rows_after` raises its error."""
         if self._task is not None:
-            self._task.finish()
+            self._task.await_end()
 
 
 class UnitWeights:
@@ -279,7 +279,7 @@ class UnitWeights:
         """Own rows, near until `rows.give_back`, as `numels` split them. Raises `TierError`."""
         if self.weight.far is None:
             return self.weight.parts(numels)[1::2]
-        return self.rows.take(self.edits.all()).split_with_sizes(numels)[1::2]
+        return self.rows.rows_after(self.edits.all()).split_with_sizes(numels)[1::2]
 
     def requires_grad(self) -> bool:
         """True if a parameter requires a gradient now."""

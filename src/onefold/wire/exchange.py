@@ -99,7 +99,7 @@ class Exchange:
         """
         counts = [own] * self.group.world_size
         counts[self.group.rank] = numels[self.group.rank]
-        received = self.reducing.take(sum(counts), sent.dtype, sent.device)
+        received = self.reducing.take_buffer(sum(counts), sent.dtype, sent.device)
         work = self.group.all_to_all(received, sent, counts, list(numels))
         return work, received, list(received.split_with_sizes(counts))
 
@@ -116,7 +116,7 @@ class SpareBuffers(Generic[B]):
         self._count = count
         self._spare: list[tuple[Hashable, int, B]] = []
 
-    def take(self, kind: Hashable, nbytes: int, allocate: Callable[[], B]) -> B:
+    def take_spare(self, kind: Hashable, nbytes: int, allocate: Callable[[], B]) -> B:
         """Return a spare buffer of the same `kind`, or a new one of `nbytes`."""
         for index, (spare, _, buffer) in enumerate(self._spare):
             if spare == kind:
@@ -148,10 +148,10 @@ class Buffers:
     def __init__(self, ledger: Ledger) -> None:
         self._spare = SpareBuffers[Tensor](partial(ledger.add, Kind.WIRE, "device"))
 
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def take_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an uninitialised buffer [numel]."""
         new = partial(torch.empty, numel, dtype=dtype, device=device)
-        return self._spare.take((numel, dtype), numel * dtype.itemsize, new)
+        return self._spare.take_spare((numel, dtype), numel * dtype.itemsize, new)
 
     def give(self, buffers: list[Tensor]) -> None:
         """Keep the buffers of a message that was read, and free those of the one before."""

@@ -58,7 +58,7 @@ class Kernels:
         self._plans: dict[tuple[object, ...], tuple[Tensor, int]] = {}
         self.is_broken = False
 
-    def run(
+    def run_kernel(
         self, name: str, rows: Sequence[MessageRow], device: torch.device, group: int,
         numbers: Sequence[Any] = (), **constants: Any,
     ) -> bool:  # fmt: skip
@@ -170,7 +170,7 @@ class FusedCodec:
         if kernels is None or dtype not in DTYPES:
             return False
         constants |= {**self._constants, "is_bf16": dtype == torch.bfloat16}
-        return kernels.run(name, rows, device, self.codec.group, numbers, **constants)
+        return kernels.run_kernel(name, rows, device, self.codec.group, numbers, **constants)
 
 
 def mean(
@@ -195,7 +195,7 @@ def mean(
         MessageRow(0, target.numel(), index * ranks, 0, 0, address(target), is_fresh=int(is_fresh))
         for index, (_, target, is_fresh) in enumerate(means)
     ]
-    return kernels.run(
+    return kernels.run_kernel(
         "mean", rows, device, SUM_NUMEL, (pieces, ranks, scale),
         is_bf16=torch.bfloat16 in kinds, into_bf16=torch.bfloat16 in targets,
     )  # fmt: skip

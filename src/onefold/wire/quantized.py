@@ -51,7 +51,7 @@ class Quantized:
                 cut, cut.spans, self.codec.nbytes, full.dtype.itemsize
             )
         messages = self._gathered[key]
-        staged = exchange.gathering.take(messages.nbytes, torch.uint8, full.device)
+        staged = exchange.gathering.take_buffer(messages.nbytes, torch.uint8, full.device)
         is_difference = own is not None and own.has_base
         self._encode_own(full, staged[slice(*messages.spans[rank])], messages.parts[rank], own)
         self.group.agree(("gather quantized", cut.identity), label, staged)
@@ -152,7 +152,7 @@ class Quantized:
                 cut, cut.pieces, self.codec.nbytes, flags.dtype.itemsize, is_reduced=True
             )
         messages = self._reduced[key]
-        sent = exchange.reducing.take(messages.nbytes, torch.uint8, flags.device)
+        sent = exchange.reducing.take_buffer(messages.nbytes, torch.uint8, flags.device)
         self._pack(reduction, messages, sent)
         self.group.agree(("reduce quantized", cut.identity), label, sent)
         work, received, inbox = exchange.all_to_all(sent, messages.numels, messages.own_nbytes)

@@ -150,7 +150,7 @@ class Composed:
         self.group.agree(("gather", cut.identity), label, full)
         numel = cut.packed_numel
         if cut.medium:
-            staged = exchange.gathering.take(numel, full.dtype, full.device)
+            staged = exchange.gathering.take_buffer(numel, full.dtype, full.device)
         else:  # small regions alone are too few bytes to keep and count
             staged = full.new_empty(numel)
 
@@ -242,7 +242,7 @@ class Composed:
         whole = torch.cat(small) if small else partials[0].new_empty(0)
         if not cut.medium:
             return whole.index_select(0, cut.packed_index(whole.device))
-        packed = self.exchange.reducing.take(cut.packed_numel, whole.dtype, whole.device)
+        packed = self.exchange.reducing.take_buffer(cut.packed_numel, whole.dtype, whole.device)
         pack(cut, packed, partials, whole)
         return packed
 

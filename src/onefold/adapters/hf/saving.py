@@ -231,11 +231,11 @@ class WholeWeights:
         return module
 
     def is_current(self) -> bool:
-        """True if the weights have not changed since `take`, or no rank has to send any."""
+        """True if the weights have not changed since `bring`, or no rank has to send any."""
         module = self._module
         return not _has_shards(module) or self._edits == _edits(engine_of(module))
 
-    def take(self) -> None:
+    def bring(self) -> None:
         """Bring whole weights to rank 0, unless it has them. A collective.
 
         For a model with adapters these are the parameters that PEFT saves, without their base.
@@ -283,7 +283,7 @@ class WholeWeights:
         if self.is_current():
             return save() if group.rank == 0 else None
         try:
-            self.take()  # from here on: every rank has called
+            self.bring()  # from here on: every rank has called
         except WireError as error:
             wanted = "every rank in save_pretrained, as rank 0 has no whole weights, or older ones"
             got = "this rank alone"

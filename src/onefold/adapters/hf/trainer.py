@@ -195,7 +195,7 @@ class Callback(TrainerCallback):
         model = kwargs["model"]
         events.agree(engine_of(model), "the end of training", state.global_step, control)
         if self._saves_by_event:
-            self.whole(model, args).take()
+            self.whole(model, args).bring()
         self._end_run()
 
     def _end_run(self) -> None:
@@ -209,7 +209,7 @@ class Callback(TrainerCallback):
         """Agree on flags; send what a save or an evaluation that follows needs."""
         events.agree(engine_of(model), event, state.global_step, control)
         if control.should_save and self._saves_by_event and self.run is not None:
-            self.whole(model, args).take()
+            self.whole(model, args).bring()
             if not args.save_only_model and self.run.staged is None:
                 self.run.stage(Path(str(args.output_dir)), state.global_step)
         if control.should_evaluate:
@@ -329,7 +329,7 @@ class TrainerMixin(_Base):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save as `from_pretrained` reads it. A collective."""
         save = super().save_model
-        self._onefold.whole(self._own_model, self.args).take()
+        self._onefold.whole(self._own_model, self.args).bring()
         together(engine_of(self._own_model).group, lambda: save(output_dir, _internal_call))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

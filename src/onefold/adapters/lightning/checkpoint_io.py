@@ -36,7 +36,7 @@ _KEY = "lightning"
 _TIED = "tied"
 
 
-def write(
+def save_folder(
     path: Path, module: nn.Module, optimizers: Sequence[Optimizer], rest: dict[str, Any]
 ) -> None:
     """Save a sharded module, its optimizers, and the rest of rank 0. A collective.
@@ -62,7 +62,7 @@ def write(
     first(group, lambda: _replace_folder(path, draft))
 
 
-def read(
+def load_folder(
     path: Path, module: nn.Module, optimizers: Sequence[Optimizer], *, weights_only: bool | None,
     prepare: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> dict[str, Any]:  # fmt: skip

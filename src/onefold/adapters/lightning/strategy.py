@@ -82,7 +82,7 @@ class FabricStrategy(DDPStrategy):
             raise CheckpointError("neither storage_options nor filter", got, hint="leave it out")
         module, optimizers, others = _split_state(state)
         rest = {k: v.state_dict() if isinstance(v, _Stateful) else v for k, v in others.items()}
-        checkpoints.write(Path(self.broadcast(path)), module, optimizers, rest)
+        checkpoints.save_folder(Path(self.broadcast(path)), module, optimizers, rest)
 
     def load_checkpoint(
         self, path: str | Path, state: Any = None, strict: bool = True,
@@ -97,7 +97,7 @@ class FabricStrategy(DDPStrategy):
             return super().load_checkpoint(path, state, strict, weights_only)
         named = {"module": state} if isinstance(state, nn.Module) else state or {}
         module, optimizers, others = _split_state(named)
-        rest = checkpoints.read(path, module, optimizers, weights_only=weights_only)
+        rest = checkpoints.load_folder(path, module, optimizers, weights_only=weights_only)
         if isinstance(state, nn.Module):
             return {}
         missing = [name for name in others if name not in rest]

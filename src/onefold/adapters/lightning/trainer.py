@@ -282,7 +282,7 @@ class TrainerStrategy(DDPStrategy):
             raise ConfigError("no storage_options", storage_options, hint=hint)
         rest = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
         optimizers = self._real_optimizers() if "optimizer_states" in checkpoint else []
-        checkpoints.write(Path(self.broadcast(filepath)), self._module, optimizers, rest)
+        checkpoints.save_folder(Path(self.broadcast(filepath)), self._module, optimizers, rest)
 
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
@@ -294,7 +294,7 @@ class TrainerStrategy(DDPStrategy):
             return super().load_checkpoint(path, weights_only=weights_only)
         fits = self._module.trainer.state.fn == TrainerFn.FITTING
         optimizers = self._real_optimizers() if fits else []
-        rest = checkpoints.read(
+        rest = checkpoints.load_folder(
             path, self._module, optimizers, weights_only=weights_only,
             prepare=self._restore_groups if fits else lambda _: None,
         )  # fmt: skip

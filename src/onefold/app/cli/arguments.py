@@ -88,7 +88,7 @@ class Parser(argparse.ArgumentParser):
             if name[:2] == "--" and name[2:] not in config_file.ONLY_TYPED
         }
         words: dict[str, str] = {}
-        for key, value in config_file.read(path).items():
+        for key, value in config_file.read_config(path).items():
             name = key.replace("-", "_")
             if name not in flags:
                 raise self._unknown(key, f"--{name}", flags, path)

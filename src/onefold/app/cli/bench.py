@@ -38,7 +38,7 @@ LINK_RANKS = 2
 def add_to(commands: SubParsers) -> None:
     """Add the command's flags."""
     summary = "measure disk, memory or link, and the engine's share"
-    add = add_command(commands, "bench", run, summary, DESCRIPTION)
+    add = add_command(commands, "bench", run_bench, summary, DESCRIPTION)
     add("target", choices=("disk", "cpu", "link"), help="the measured traffic")
     add(
         "--path",
@@ -50,7 +50,7 @@ def add_to(commands: SubParsers) -> None:
     add("--seconds", type=partial(real, above=0), default=5, help="time to measure for, about")
 
 
-def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+def run_bench(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Measure, and print a table or JSON."""
     check_target(arguments.target, has_paths=bool(arguments.path))
     from onefold.app.tools.bandwidth import measure_cpu, measure_disk, measure_link

@@ -27,7 +27,7 @@ if they are not.
 def add_to(commands: SubParsers) -> None:
     """Add the command's flags."""
     summary = "compare every stage with one process, on your module"
-    add = add_command(commands, "check", run, summary, DESCRIPTION)
+    add = add_command(commands, "check", run_check, summary, DESCRIPTION)
     add("model", nargs="?", metavar="module:function", help="called without arguments; returns a "
         "module from byte tokens to logits, or (module, batch, loss_fn) (default: the tiny "
         "GPT)")  # fmt: skip
@@ -36,7 +36,7 @@ def add_to(commands: SubParsers) -> None:
     add("--seed", type=natural, default=0, help="of initial weights and synthetic tokens")
 
 
-def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+def run_check(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Launch the ranks, or compare as one of them."""
     model: str | None = arguments.model
     if not is_rank():

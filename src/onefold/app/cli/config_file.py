@@ -41,7 +41,7 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return paths, others
 
 
-def read(path: str) -> dict[str, Any]:
+def read_config(path: str) -> dict[str, Any]:
     """Return the keys and values of a file. Raises `ConfigError` if it cannot hold flags."""
     try:
         with open(path, "rb") as file:

@@ -32,14 +32,14 @@ LINK_RANKS = 2
 def add_to(commands: SubParsers) -> None:
     """Add the command's flags."""
     summary = "check hardware, speeds and limits before a run"
-    add = add_command(commands, "doctor", run, summary, DESCRIPTION)
+    add = add_command(commands, "doctor", run_doctor, summary, DESCRIPTION)
     add("--ranks", type=positive, metavar="N",
         help=f"local CPU ranks to measure (default: {LINK_RANKS})")  # fmt: skip
     add("--timeout", type=partial(real, above=0), default=60, metavar="SECONDS",
         help="name ranks that do not answer by then")  # fmt: skip
 
 
-def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+def run_doctor(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Measure this host here, and its ranks beside one another in processes of their own."""
     from onefold.app.tools.machine import FAIL, checks, describe
 

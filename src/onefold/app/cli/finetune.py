@@ -55,7 +55,7 @@ SPELLINGS = {
 def add_to(commands: SubParsers) -> None:
     """Add the command's flags."""
     summary = "fine-tune a model of a folder on your rows"
-    add = add_command(commands, "finetune", run, summary, DESCRIPTION, spellings=SPELLINGS)
+    add = add_command(commands, "finetune", run_finetune, summary, DESCRIPTION, spellings=SPELLINGS)
     add(config_file.FLAG, metavar="FILE", help=config_file.HELP)
     titles = ("model and data", "memory", "training", "checkpoints")
     task, memory, loop, saves = (partial(add, group=title) for title in titles)
@@ -115,7 +115,7 @@ def add_to(commands: SubParsers) -> None:
     # fmt: on
 
 
-def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+def run_finetune(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Launch the ranks, or be one."""
     job = job_of(arguments)
     if is_rank():

@@ -53,7 +53,7 @@ packing = one_of(("int8", "int4"), "int8 loses least; leave --rest out for exact
 def add_to(commands: SubParsers) -> None:
     """Add the command's flags."""
     summary = "write text with a model larger than memory"
-    add = add_command(commands, "generate", run, summary, DESCRIPTION)
+    add = add_command(commands, "generate", run_generate, summary, DESCRIPTION)
     # fmt: off
     add("--model", required=True, metavar="DIR|config.json|NAME", help="a folder of safetensors "
         "files, or a checkpoint; a Hugging Face config.json, a preset or module:function: random "
@@ -89,7 +89,7 @@ def _tier(flag: str, text: str) -> str | None:
     return None if text == "none" else text
 
 
-def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+def run_generate(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Generate in this process, or launch the ranks, or be one."""
     job = GenerateJob(**{field.name: vars(arguments)[field.name] for field in fields(GenerateJob)})
     if is_rank():

@@ -55,7 +55,7 @@ STATE_NBYTES = 12
 
 def add_to(commands: SubParsers) -> None:
     """Add the command's flags."""
-    add = add_command(commands, "plan", run, "will it fit, which stage, how fast", DESCRIPTION)
+    add = add_command(commands, "plan", run_plan, "will it fit, which stage, how fast", DESCRIPTION)
     # fmt: off
     add("--model", default="tiny", metavar="NAME|config.json|module:function",
         help="a preset, a Hugging Face config, or a function that returns a module; presets: "
@@ -109,7 +109,7 @@ def _machine(flag: str, text: str) -> str:
     return text
 
 
-def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
+def run_plan(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     """Plan, and print. Exit code 2 where nothing fits."""
     check_flags(arguments)
     if arguments.inference:

@@ -251,11 +251,11 @@ def run_export(arguments: argparse.Namespace, _: Sequence[str]) -> int:
 
 def run_report(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     """Draw the page again; print its sums by rank. The step itself is in report.json."""
-    from onefold.recording.page import draw, read
+    from onefold.recording.page import draw, read_report
 
-    report = read(arguments.directory)
+    report = read_report(arguments.directory)
     if arguments.second is not None:
-        return _compare_runs(arguments, report, read(arguments.second))
+        return _compare_runs(arguments, report, read_report(arguments.second))
     page = str(draw(Path(arguments.directory), report))
     data, first = report.as_json(), report.views[0]
     facts = {

@@ -38,7 +38,7 @@ minute. Under torchrun it uses the ranks of torchrun.
 def add_to(commands: SubParsers) -> None:
     """Add the command's flags."""
     summary = "train a byte GPT or your module, sharded"
-    add = add_command(commands, "train", run, summary, DESCRIPTION)
+    add = add_command(commands, "train", run_train, summary, DESCRIPTION)
     add(config_file.FLAG, metavar="FILE", help=config_file.HELP)
     titles = ("memory", "model and data", "ranks and speed", "checkpoints and reports")
     memory, task, ranks, page = (partial(add, group=title) for title in titles)
@@ -99,7 +99,7 @@ def add_to(commands: SubParsers) -> None:
     # fmt: on
 
 
-def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+def run_train(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Launch the ranks, or be one."""
     if is_rank():
         return _train_rank(arguments, job_of(arguments, world_size_of(arguments.ranks)))

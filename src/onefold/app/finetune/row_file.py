@@ -38,7 +38,7 @@ class RowFile:
     is_chat: bool  # some column holds messages
     places: tuple[tuple[int, int], ...]
 
-    def read(self, numbers: Sequence[int]) -> Iterator[Row]:
+    def read_rows(self, numbers: Sequence[int]) -> Iterator[Row]:
         """Yield rows by number, with the columns of their kind."""
         with self.path.open("rb") as file:
             for number in numbers:
@@ -61,7 +61,7 @@ class RowFile:
         """
         found = [
             self.places[number][1]
-            for number, row in enumerate(self.read(range(len(self.places))))
+            for number, row in enumerate(self.read_rows(range(len(self.places))))
             if len(json.dumps(row, ensure_ascii=False).encode()) > seq and count(row) > seq
         ]
         return len(found), min(found, default=0)

@@ -220,8 +220,8 @@ class _Run:
 
         def part(name: str, numbers: list[int]) -> Any:
             return datasets.Dataset.from_generator(
-                self.rows.read, gen_kwargs={"numbers": numbers}, cache_dir=f"{self.folder}/{name}",
-                split=datasets.NamedSplit(name),
+                self.rows.read_rows, gen_kwargs={"numbers": numbers},
+                cache_dir=f"{self.folder}/{name}", split=datasets.NamedSplit(name),
             )  # fmt: skip
 
         progress = _Progress(self.observer, requests)
@@ -264,7 +264,7 @@ class _Run:
     def _prompt(self, held_out: list[int]) -> Row | None:
         if not held_out or not self.job.sample:
             return None
-        return next(self.rows.read(held_out[:1]))
+        return next(self.rows.read_rows(held_out[:1]))
 
     def _shown(self, row: Row | None) -> str:
         assert row is not None, "there is a held-out row"

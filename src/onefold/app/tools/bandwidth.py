@@ -73,9 +73,9 @@ class Stepped:
     def row(self, name: str) -> RateRow:
         """Return the row of its step."""
         nbytes = MOVED_NBYTES[name] * self.numel
-        return RateRow(name, nbytes, self.optimizer.step, finish=self.finish)
+        return RateRow(name, nbytes, self.optimizer.step, finish=self.await_steps)
 
-    def finish(self) -> None:
+    def await_steps(self) -> None:
         """Wait until every unit is stepped and back in its tier. Raises `TierError`."""
         for unit in self.units:
             unit.wait_step()
@@ -105,7 +105,7 @@ def measure_disk(paths: Sequence[Path], seconds: float) -> Measured:
     files = store.files
     for _ in range(2):  # blocks that no step has written read as zeros without a request
         stepped.optimizer.step()
-        stepped.finish()
+        stepped.await_steps()
     for file in files:
         os.fsync(file.fd)  # the first weights went through the page cache
     table = [rates.blocks_of(files, name) for name in ("read", "write", "mixed")]

@@ -144,7 +144,7 @@ def check_presence(timeout: float) -> None:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     board = _Board(PrefixStore(f"onefold/doctor/{attempt}", store), rank, world_size, timeout)
     board.post("here", "")
-    board.read("here")
+    board.read_answers("here")
 
 
 def job_speeds(world: World, timeout: float) -> JobSpeeds:
@@ -162,16 +162,16 @@ def job_speeds(world: World, timeout: float) -> JobSpeeds:
         return JobSpeeds((_own_speeds(world),), ((0.0,),))
     board = _Board(handle.get_group_store(), world.rank, world.world_size, timeout)
     board.post("ready", "")
-    board.read("ready")  # ranks of a host begin together, as in a step
+    board.read_answers("ready")  # ranks of a host begin together, as in a step
     board.post("speeds", json.dumps(asdict(_own_speeds(world))))
-    ranks = tuple(RankSpeeds(**json.loads(answer)) for answer in board.read("speeds"))
+    ranks = tuple(RankSpeeds(**json.loads(answer)) for answer in board.read_answers("speeds"))
     with ending_process(timeout, lambda: _no_answer(board.absent(), timeout)):
         try:
             own = _own_links(world)
         except RuntimeError as error:  # of a peer that has ended
             raise AbsentRanksError(_no_answer(board.absent(), timeout)) from error
     board.post("links", json.dumps(own))
-    rows = [json.loads(answer) for answer in board.read("links")]
+    rows = [json.loads(answer) for answer in board.read_answers("links")]
     everyone = range(world.world_size)
     links = tuple(tuple(min(rows[a][b], rows[b][a]) for b in everyone) for a in everyone)
     return JobSpeeds(ranks, links)
@@ -188,7 +188,7 @@ class _Board:
         """Post this rank's answer."""
         self._store.set(self._key(topic, self._rank), answer)
 
-    def read(self, topic: str) -> list[str]:
+    def read_answers(self, topic: str) -> list[str]:
         """Return the answers of all ranks. Raises `AbsentRanksError` with the ranks without one."""
         try:
             missing = self._missing(topic, self._timeout)

@@ -49,7 +49,7 @@ class Split:
     def nbytes(self) -> int:
         return self.ends[-1] if self.ends else 0
 
-    def read(self, offset: int, count: int) -> bytes:
+    def read_bytes(self, offset: int, count: int) -> bytes:
         """Return bytes [offset, offset + count) of the row."""
         parts: list[bytes] = []
         index = bisect_right(self.ends, offset)
@@ -96,7 +96,7 @@ def open_corpus(folder: str | None, seq: int) -> Corpus:
         got = f"{train.nbytes} and {held_out.nbytes} bytes in {str(root)!r}"
         hint = "lower --seq, or pass a folder with more text"
         raise ConfigError(wanted, got, hint=hint)
-    prompt = b"def " if folder is None else held_out.read(0, min(smallest, 16))
+    prompt = b"def " if folder is None else held_out.read_bytes(0, min(smallest, 16))
     return Corpus(name, train, held_out, prompt)
 
 
@@ -133,7 +133,7 @@ class Windows:
         """Return own rows [len(own), seq + 1] of the next batch, as int64 tokens."""
         last = self._split.nbytes - self._seq
         offsets = torch.randint(0, last, (self._rows,), generator=self._generator).tolist()
-        rows = [self._split.read(offsets[row], self._seq + 1) for row in self.own]
+        rows = [self._split.read_bytes(offsets[row], self._seq + 1) for row in self.own]
         if not rows:
             return torch.empty(0, self._seq + 1, dtype=torch.int64)
         flat = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8)

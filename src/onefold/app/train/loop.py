@@ -216,7 +216,7 @@ class Trainer:
     def _backward(self, rows: Tensor) -> Tensor:
         """Compute gradients of the mean loss over the global batch, from own rows [R, T + 1]."""
         if self.axes.is_pipeline:
-            return self.axes.run(rows, trains=True)
+            return self.axes.run_pipeline(rows, trains=True)
         parts = self.job.accumulate
         # ranks are averaged; the weight makes that the mean over tokens for uneven rows too
         weight = self.axes.weight
@@ -282,7 +282,7 @@ def held_out_loss(job: Job, world: World, trainer: Trainer, corpus: Corpus) -> f
     for _ in range(batches):
         rows = next(windows).to(world.device)
         if axes.is_pipeline:
-            total += axes.run(rows, trains=False).item()
+            total += axes.run_pipeline(rows, trains=False).item()
         else:
             total += axes.summed_loss(trainer.module, rows).item() * axes.weight
     return world.mean([total])[0] / batches

@@ -23,8 +23,8 @@ from onefold.planner.memory import Forecast, forecast
 from onefold.planner.storages import Untraceable
 from onefold.planner.trace import Trace, tokens_of, trace
 from onefold.recipe import Recipe
+from onefold.recording import page
 from onefold.recording.meter import PeakMeter
-from onefold.recording.page import write
 from onefold.recording.page_data import report_of, view_of
 from onefold.recording.recorder import Recording
 from onefold.recording.report import Report
@@ -265,7 +265,7 @@ def write_report(
         plan=None if result.predicted is None else result.predicted.as_plan(own.stage),
         stage0=result.stage0,
     )  # fmt: skip
-    return world.group.gather(str(write(job.report, report, records)))[0]
+    return world.group.gather(str(page.write_report(job.report, report, records)))[0]
 
 
 def _about(job: Job) -> dict[str, Fact]:

@@ -162,7 +162,7 @@ class RunAxes:
         """True if a schedule runs forward and backward."""
         return self._schedule is not None
 
-    def run(self, rows: Tensor, *, trains: bool) -> Tensor:
+    def run_pipeline(self, rows: Tensor, *, trains: bool) -> Tensor:
         """Run all micro-batches of rows [R, T + 1] through the pipeline.
 
         Returns a loss whose mean over all ranks of the world is that of the batch, weighed as in

@@ -118,9 +118,9 @@ class StageDriver:
         engine.drive(drives.before)
         return reduces
 
-    def finish(self) -> None:
+    def await_reductions(self) -> None:
         """Wait for the reductions."""
-        self.engine.executor.do(self.engine.schedule.finish())
+        self.engine.executor.do(self.engine.schedule.finish_reductions())
 
 
 class StepsOfRank:
@@ -148,13 +148,13 @@ class StepsOfRank:
             return  # its reductions go on beside the other stages
         for stage, scale_stage, waits in self._ended:
             if waits:
-                stage.finish()
+                stage.await_reductions()
             scale_stage()
         for tie in self._ties if is_reduced else ():
             tie.sum(self._group)
         for stage, _, waits in self._ended:
             if waits:
-                stage.engine.executor.hooks.run(stage.engine.units)
+                stage.engine.executor.hooks.run_due(stage.engine.units)
         self._ended.clear()
 
 
