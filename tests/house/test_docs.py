@@ -198,23 +198,26 @@ def test_the_recipe_for_the_position_in_the_data_resumes_dropout_too(tmp_path, m
         assert torch.equal(weight, again[name]), name
 
 
-def peaks(**choices: Any) -> dict[tuple[int, str], str]:
-    """Peaks of one of eight devices, as the page on memory prints them, by stage and offload."""
+def peak(stage: int, offload: str, **choices: Any) -> str:
+    """The peak of one of eight devices at a stage and offload, as the page on memory prints it."""
     cluster = {"ranks": 8, "device_type": "cuda", "memory": 24 << 30}
-    plan = onefold.plan("large", cluster=cluster, seq=1024, precision="bf16", **choices)
-    rows = plan.as_dict()["rows"]
-    return {(r["stage"], r["offload"]): f"{r['nbytes']['device'] / 2**30:.1f}" for r in rows}
+    rows = onefold.plan("large", cluster=cluster, seq=1024, **choices).as_dict()["rows"]
+    (nbytes,) = (r["nbytes"] for r in rows if (r["stage"], r["offload"]) == (stage, offload))
+    return f"{nbytes['device'] / 2**30:.1f}"
 
 
 def test_the_page_on_memory_shows_what_the_planner_predicts():
+    """Each line adds one change to the line above."""
     page = (ROOT / "docs" / "guides" / "out-of-memory.md").read_text()
     shown = re.findall(r"^\| \S.*?\| ([\d.]+)&nbsp;GiB \| ([\d.]+)&nbsp;GiB \|", page, re.M)
-    full = peaks(batch=8, stage=0, offload=None)[0, "none"]
-    fewer = peaks(batch=4, stage=0, offload=None)[0, "none"]
-    recomputed = peaks(batch=8, recompute=True)
-    ways = (0, "none"), (1, "none"), (3, "none"), (3, "optimizer"), (3, "cpu"), (3, "disk")
-    steps = [recomputed[way] for way in ways]
-    assert shown == [(full, fewer), (full, steps[0]), *pairwise(steps)]
+    whole: dict[str, Any] = {"precision": "fp32", "batch": 8, "accumulate": 2}
+    fewer = whole | {"batch": 4, "accumulate": 4}
+    narrow = fewer | {"precision": "bf16"}
+    again = narrow | {"recompute": True}
+    steps = [peak(stage, "none", **whole) for stage in (0, 1, 2)]
+    steps += [peak(2, "none", **choices) for choices in (fewer, narrow, again)]
+    steps += [peak(3, offload, **again) for offload in ("none", "optimizer", "cpu", "disk")]
+    assert shown == list(pairwise(steps))
 
 
 def test_most_blocks_run():

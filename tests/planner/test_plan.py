@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 from contextlib import nullcontext
 from functools import cache
@@ -38,6 +39,7 @@ from onefold.planner.work import EventKind
 from onefold.recipe import Recipe
 from onefold.recording.report import Report
 from onefold.text import format_bytes, parse_nbytes
+from onefold.unit.shortage import PAGE
 from tests.support.free_memory import has_free
 from tests.support.models import Model
 from tests.support.planned import most_of, peak_of
@@ -698,10 +700,17 @@ def test_an_error_of_torch_for_want_of_memory_is_told_what_is_held_and_what_woul
             module(torch.ones(2, 1024))
         return error.value.__notes__
 
-    for (note,) in run_ranks(2, body):
-        assert note.startswith("onefold holds, besides activations, weight 4,198,400 bytes")
-        assert "; hint: stage=" in note
-        assert note.endswith(" less")
+    page = (Path(__file__).parents[2] / PAGE).read_text()
+    notes = run_ranks(2, body)
+    assert f"```text\n{notes[1][0]}\n```" in page, notes[1][0]
+    for (note,) in notes:
+        _, held, hint = note.splitlines()
+        assert held.startswith("onefold holds, besides activations, weight 4,198,400 bytes")
+        assert hint.startswith("hint: stage=1 holds ")
+        saved, kinds = re.search(r"holds ([\d.]+) MiB less: (.*); see docs/", hint).groups()
+        assert kinds.startswith("optimizer 4.00 MiB")  # one half of two moments
+        sizes = re.findall(r"([\d.]+) MiB( more)?", kinds)
+        assert sum(-float(n) if more else float(n) for n, more in sizes) == float(saved)
 
 
 # the command

@@ -27,6 +27,7 @@ from onefold.checkpoint.stages import Modules, Optimizers, ShardedModel, Stages
 from onefold.checkpoint.targets import Targets
 from onefold.config import STAGES, Placement
 from onefold.errors import CheckpointError, Failure, is_agreed
+from onefold.unit.shortage import explained
 from onefold.wire.collectives import Group
 from onefold.wire.together import announcing, difference
 
@@ -37,7 +38,7 @@ def load_checkpoint(
 ) -> Any:  # fmt: skip
     """See `onefold.load`. `peers`: formats of other programs that are recognised."""
     stages = Stages.from_modules(module)
-    with announcing(stages.data_ranks, CheckpointError):
+    with announcing(stages.data_ranks, CheckpointError), explained(stages.ledger, "onefold.load"):
         finish_pending(stages)
         models = together(stages.group, lambda: stages.models(optimizer))
         stages.compare_messages()

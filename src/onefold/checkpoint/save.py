@@ -25,6 +25,7 @@ from onefold.checkpoint.packed_weights import refuse_quantized
 from onefold.checkpoint.rank_files import RankFiles
 from onefold.checkpoint.stages import Modules, Optimizers, Stages
 from onefold.errors import CheckpointError, Failure
+from onefold.unit.shortage import explained
 from onefold.wire.collectives import Group
 from onefold.wire.ticket import DONE, Ticket
 from onefold.wire.together import announcing, difference
@@ -96,7 +97,7 @@ def save(
             config=config_of(model.module), frozen=frozen,
         )  # fmt: skip
 
-    with announcing(stages.data_ranks, CheckpointError):
+    with announcing(stages.data_ranks, CheckpointError), explained(stages.ledger, "onefold.save"):
         finish_pending(stages)
         draft, contents, manifest = together(stages.group, prepare)
         stages.compare_messages()

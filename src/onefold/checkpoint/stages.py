@@ -25,6 +25,7 @@ from onefold.engine.pipelined import TIE, TiedCopy
 from onefold.engine.registry import engine_of
 from onefold.engine.structure import rename
 from onefold.errors import CheckpointError
+from onefold.layout.ledger import Ledger
 from onefold.layout.module_tree import ModuleTree, uncompiled
 from onefold.unit.parameter import UnitParameter
 from onefold.wire.collectives import Group
@@ -271,6 +272,11 @@ class Stages:
     def data_ranks(self) -> Group:
         """The ranks of this module alone."""
         return engine_of(self.modules[0]).group
+
+    @property
+    def ledger(self) -> Ledger:
+        """The bytes that the first module holds."""
+        return engine_of(self.modules[0]).ledger
 
     def compare_messages(self) -> None:
         """Raise if ranks of a device mixed weights: a checkpoint of them replaces a good one.

@@ -34,9 +34,9 @@ from onefold.layout.module_tree import ModuleTree
 from onefold.layout.statistics import buffers_dtype
 from onefold.layout.units import Owned, UnitPlan, owned_parameters, plan_units
 from onefold.recipe import Recipe
+from onefold.tier import accelerator
 from onefold.tier.device import PAGES_NBYTES, DeviceStore, return_free_memory
 from onefold.tier.store import Store
-from onefold.unit.buffer import explaining
 from onefold.unit.context import Context, Tiers
 from onefold.unit.cut_dtensor import WeightedMesh
 from onefold.unit.deferred import Deferred
@@ -48,6 +48,7 @@ from onefold.unit.init import (
     move,
 )
 from onefold.unit.promises import Values, forget, promised_values
+from onefold.unit.shortage import explain_at_exit, explained, explaining
 from onefold.unit.unit import Unit
 from onefold.wire.collectives import Group
 from onefold.wire.peers import introduce
@@ -76,32 +77,40 @@ def build(parts: ModuleParts, resolved: Resolved) -> None:
     notes = (resolved.why_stage, resolved.why_shares, rests, resolved.why_stepper)
     words, shares = "; ".join(filter(None, notes)), [(recipe, shards.rank)]
     facts = RunFacts(resolved.forecaster, words, shares=shares)
-    ledger = Ledger(advise=facts.smallest_change)
-    store = DeviceStore(device, is_read_into=recipe.reads_directly)
-    is_agreed = resolved.any_offloads or recipe.offload != Offload()
-    tiers = build_tiers(recipe, budget, store, ledger, group, is_agreed=is_agreed)
-    axes = model_axes.join(_members(parts, resolved, None), group, shards, device.type)
-    context = _context(resolved, store, ledger, tiers, axes)
-    context, contexts = _contexts(parts, resolved, context)
-    values = together(group, lambda: promised_values(parts.tree))
-    originals = [owned.parameter for owned in parts.parameters]
-    for owned in parts.parameters:
-        if owned.is_packed and owned.table is None:
-            for part, _ in owned.owners:
-                packed.prepare_module(part, owned.parameter)
-    room = partial(explaining, ledger)
-    made = together(group, lambda: initialise(parts.tree, parts.parameters, device, room, values))
-    forget(parts.tree)
-    source: Source = (made, values)
-    engine = Engine(
-        parts.tree.root, partial(_units, parts, contexts, source), context, recipe=recipe,
-        facts=facts, build_adapters=partial(_adapters, resolved),
-    )  # fmt: skip
-    _cast_buffers(parts.tree, resolved, group, source)
-    if made is not None:
-        made.advance()
-    together(group, partial(_install, parts, engine, originals))
-    ledger.forget_traffic()
+    ledger = Ledger(
+        advise=facts.smallest_change,
+        rank=f"rank {group.rank} of {group.world_size}",
+        handed_out=None if device.type == "cpu" else partial(accelerator.allocated, device),
+    )
+    with explained(ledger, "onefold.shard"):
+        store = DeviceStore(device, is_read_into=recipe.reads_directly)
+        is_agreed = resolved.any_offloads or recipe.offload != Offload()
+        tiers = build_tiers(recipe, budget, store, ledger, group, is_agreed=is_agreed)
+        axes = model_axes.join(_members(parts, resolved, None), group, shards, device.type)
+        context = _context(resolved, store, ledger, tiers, axes)
+        context, contexts = _contexts(parts, resolved, context)
+        values = together(group, lambda: promised_values(parts.tree))
+        originals = [owned.parameter for owned in parts.parameters]
+        for owned in parts.parameters:
+            if owned.is_packed and owned.table is None:
+                for part, _ in owned.owners:
+                    packed.prepare_module(part, owned.parameter)
+        room = partial(explaining, ledger)
+        made = together(
+            group, lambda: initialise(parts.tree, parts.parameters, device, room, values)
+        )
+        forget(parts.tree)
+        source: Source = (made, values)
+        engine = Engine(
+            parts.tree.root, partial(_units, parts, contexts, source), context, recipe=recipe,
+            facts=facts, build_adapters=partial(_adapters, resolved),
+        )  # fmt: skip
+        _cast_buffers(parts.tree, resolved, group, source)
+        if made is not None:
+            made.advance()
+        together(group, partial(_install, parts, engine, originals))
+        ledger.forget_traffic()
+    explain_at_exit(engine)
 
 
 def _install(parts: ModuleParts, engine: Engine, originals: list[nn.Parameter]) -> None:

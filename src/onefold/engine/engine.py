@@ -283,6 +283,7 @@ class Engine:
     def leave_failed_backward(self) -> None:
         """An exception ended backward: show parameters without its gradients until the abort."""
         self._has_failed = self.schedule.is_backward
+        self.ledger.fail()
         if self.schedule.is_backward and not self.is_unsharded:
             for unit in self.units:
                 unit.gradient.discard()

@@ -23,6 +23,7 @@ from onefold.engine.policy import UnitFacts
 from onefold.engine.schedule import Schedule
 from onefold.unit import refusals
 from onefold.unit.parameter import UnitParameter
+from onefold.unit.shortage import explain
 from onefold.unit.unit import Unit
 from onefold.wire.ticket import Ticket
 
@@ -81,7 +82,7 @@ class Executor:
                 self._execute(actions)
 
     def _execute(self, actions: Iterable[Action]) -> None:
-        index, is_recording = -1, torch.is_grad_enabled()
+        verb, index, is_recording = Verb.REST, -1, torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # no graph records what is moved
         try:
             for verb, index in actions:
@@ -91,8 +92,8 @@ class Executor:
                 else:
                     of_unit(self.units[index])
         except BaseException as error:
-            if isinstance(error, torch.OutOfMemoryError):  # of a message or a sum; buffers explain
-                self.units[index].context.ledger.explain(error)
+            unit = self.units[index]
+            explain(error, unit.context.ledger, f"{verb.name.lower()} of unit {unit.name!r}")
             self.schedule.lost(index)
             raise
         finally:

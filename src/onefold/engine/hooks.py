@@ -34,6 +34,7 @@ from onefold.engine.watch import BackwardEvents, now, tensors_in, watch_outputs
 from onefold.errors import StateError, WireError
 from onefold.layout.statistics import statistics_dtype
 from onefold.unit.dtensors import without_backward
+from onefold.unit.shortage import explain
 
 
 class ModuleEvents(BackwardEvents, Protocol):
@@ -115,8 +116,7 @@ class ModuleHooks:
         if error is None:
             self._leave(module, outputs)
             return
-        if self.is_root and isinstance(error, torch.OutOfMemoryError):
-            self.engine.ledger.explain(error)
+        explain(error, self.engine.ledger)
         with suppress(WireError):  # forward has failed already: a second error would hide the first
             self._leave(module, None)
 

@@ -43,6 +43,7 @@ from onefold.engine.swaps import watch_swaps
 from onefold.errors import StateError
 from onefold.layout.ledger import Account, Kind
 from onefold.unit.parameter import UnitParameter
+from onefold.unit.shortage import explained
 from onefold.unit.unit import Unit
 
 
@@ -215,7 +216,8 @@ class OptimizerBinding:
             foreign.append([tensor for tensor, p in known if p is None])  # of no engine
         if not any(groups):
             self._check_trains(optimizer)
-        stand_ins = self._strategy.enter(groups, self._rules(optimizer))
+        with explained(self.engines[0].ledger):
+            stand_ins = self._strategy.enter(groups, self._rules(optimizer))
         self._common = common_state(optimizer.state)
         others = {tensor for group in foreign for tensor in group} & optimizer.state.keys()
         kept = {tensor: optimizer.state[tensor] for tensor in others}
@@ -353,7 +355,7 @@ class OptimizerBinding:
         closure = rest[0] if rest else kwargs.get("closure")
         if closure is None:
             return None
-        with torch.enable_grad():
+        with torch.enable_grad(), explained(self.engines[0].ledger):
             loss = closure()
         rest = {k: v for k, v in kwargs.items() if k != "closure"}
         return (optimizer, EvaluatedClosure(loss, type(optimizer).__name__)), rest

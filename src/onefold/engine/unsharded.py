@@ -18,6 +18,7 @@ from onefold.layout.ledger import Kind
 from onefold.unit import refusals, user_hooks
 from onefold.unit.buffer import Buffer
 from onefold.unit.parameter import UnitParameter
+from onefold.unit.shortage import explained
 from onefold.unit.unit import Unit
 from onefold.wire.together import announcing
 
@@ -32,7 +33,7 @@ def unsharded(engine: Engine, *, writeback: bool) -> Iterator[None]:
     """
     shown: dict[UnitParameter, nn.Parameter] = {}
     gradients = _Gradients()
-    with announcing(engine.group):
+    with announcing(engine.group), explained(engine.ledger, "onefold.unsharded"):
         _check_moment(engine)
         buffers = [] if engine.is_unsharded else _show_all(engine, shown)
     if engine.is_unsharded:

@@ -34,6 +34,7 @@ from onefold.layout.ledger import Kind, Traffic
 from onefold.layout.module_tree import uncompiled
 from onefold.layout.units import repeated_blocks
 from onefold.text import format_bytes
+from onefold.unit.shortage import explained
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -91,7 +92,8 @@ def accumulate_layers(
     forwards = [partial(_forward, module, batch, loss, len(batches)) for batch in batches]
     streams = RandomStreams(len(batches), engine.context.store.device, module)
     try:
-        total = known.run_micro_batches(engine, order, forwards, streams)
+        with explained(engine.ledger):
+            total = known.run_micro_batches(engine, order, forwards, streams)
     finally:
         streams.end()
     return total

@@ -6,7 +6,6 @@ are allocated and freed, transports where they send: `onefold.report` reads sums
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -14,8 +13,6 @@ from threading import RLock
 from weakref import finalize
 
 from onefold.layout.observer import Observer, joined, members_of
-
-_REQUEST = re.compile(r"allocate ([0-9.]+) ([KMG])iB")
 
 
 class Kind(StrEnum):
@@ -69,7 +66,11 @@ class Ledger:
     total: Usage = field(default_factory=Usage)
     advise: Callable[[int], str] | None = None  # what would hold so many bytes less
     mapped: int = 0  # of the bytes held now: those that malloc, or a device's allocator, has not
+    rank: str = "this rank"  # its number, for errors
+    handed_out: Callable[[], int] | None = None  # by a device's allocator, to all tensors
     observer: Observer | None = None  # who watches the running step
+    _running: tuple[str, str] = ("before the first forward", "")  # for errors; see `enter`
+    _at_failure: str = ""  # what ran and was held when a backward failed
     # `traffic` where the last step began and ended, and who has stepped in it
     _begun: dict[str, Traffic] = field(default_factory=dict[str, Traffic])
     _ended: dict[str, Traffic] = field(default_factory=dict[str, Traffic])
@@ -107,23 +108,35 @@ class Ledger:
         traffic.sent_nbytes += nbytes
 
     def describe(self) -> str:
-        """What is held now, by kind, the most first: "weight 1,024, grad 512 bytes"."""
-        held: dict[str, int] = {}
-        for (kind, tier), usage in self.usage.items():
-            if usage.now and tier != "disk":
-                held[kind] = held.get(kind, 0) + usage.now
-        most_first = sorted(held.items(), key=lambda item: -item[1])
-        return ", ".join(f"{kind} {nbytes:,}" for kind, nbytes in most_first) or "nothing"
+        """What is held now by tier and kind, most first: "weight 64, grad 32 bytes on device"."""
+        tiers: dict[str, list[tuple[int, str]]] = {}
+        for (kind, tier), usage in list(self.usage.items()):
+            if usage.now:
+                tiers.setdefault(tier, []).append((-usage.now, kind))
+        return "; ".join(
+            ", ".join(f"{kind} {-nbytes:,}" for nbytes, kind in sorted(held)) + f" bytes on {tier}"
+            for tier, held in tiers.items()
+        ) or "nothing"  # fmt: skip
 
-    def explain(self, error: BaseException) -> None:
-        """Add to an error for want of memory, of somebody else's, what is held and what would fit.
+    def enter(self, phase: str, unit: str = "") -> None:
+        """Note what runs now, such as "in forward", for errors that come of it."""
+        self._running, self._at_failure = (phase, unit), ""
 
-        Where torch says how much it tried to allocate, the advice is about as many bytes.
-        """
-        request = _REQUEST.search(str(error))
-        nbytes = int(float(request[1]) * 1024 ** "KMG".find(request[2]) * 1024) if request else 1
-        advice = f"; hint: {self.advise(nbytes)}" if self.advise else ""
-        error.add_note(f"onefold holds, besides activations, {self.describe()} bytes{advice}")
+    def fail(self) -> None:
+        """A backward has failed, and what it holds will be freed before its error can be seen."""
+        self._at_failure = self.status()
+
+    def status(self) -> str:
+        """What runs and what is held, in a line each; of a backward that failed, as it was then."""
+        if self._at_failure:
+            return self._at_failure
+        phase, unit = self._running
+        of_unit = f" of unit {unit!r}" if unit else ""
+        line = f"{phase}{of_unit}\nonefold holds, besides activations, {self.describe()}"
+        if self.handed_out is None:
+            return line
+        own = sum(usage.now for (_, tier), usage in self.usage.items() if tier == "device")
+        return f"{line}; other tensors, such as activations, {self.handed_out() - own:,} bytes"
 
     def watch(self, observer: Observer) -> None:
         """Let `observer` hear of this module, beside those that do already."""

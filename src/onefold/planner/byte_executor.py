@@ -29,10 +29,16 @@ class Moment:
     unit: str
     held: Holding
 
-    def memory_nbytes(self, device_type: str) -> int:
+    def by_kind(self, device_type: str) -> Counter[str]:
         """Return the bytes in the memory that computes: the CPU's holds its own tier too."""
-        tiers = ("device", "cpu") if device_type == "cpu" else ("device",)
-        return sum(nbytes for (_, tier), nbytes in self.held.items() if tier in tiers)
+        tiers, kinds = ("device", "cpu") if device_type == "cpu" else ("device",), Counter[str]()
+        for (kind, tier), nbytes in self.held.items():
+            kinds[kind] += nbytes * (tier in tiers)
+        return kinds
+
+    def memory_nbytes(self, device_type: str) -> int:
+        """Return the sum of all kinds."""
+        return self.by_kind(device_type).total()
 
 
 class ByteCounter:

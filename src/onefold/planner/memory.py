@@ -8,6 +8,7 @@ the largest sum of all three.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -244,19 +245,30 @@ def peaks_of(recipe: Recipe, rank: int | None, history: RunHistory) -> dict[str,
 
 
 def smallest_change(recipe: Recipe, shortage: int) -> str:
-    """Describe the nearest way to train that holds `shortage` bytes less."""
+    """Describe the nearest way to train that holds `shortage` bytes less, and of which kinds."""
     trace = bare(recipe.units)
-    now = forecast(trace, recipe).memory_nbytes
+    now = _at_peak(trace, recipe)
     for number, name in WAYS:
         other = replace(recipe, stage=stage_of(number), offload=OFFLOADS[name])
         if number < recipe.stage.number or other == recipe:
             continue
-        saved = now - forecast(trace, other).memory_nbytes
+        then = _at_peak(trace, other)
+        saved = now.total() - then.total()
         if saved >= shortage:
             word = "disk:PATH" if name == "disk" else name
             tiers = f', offload="{word}"' if name != "none" else ""
-            return f"stage={number}{tiers} holds {format_bytes(saved)} less"
+            kinds = [f"{kind} {format_bytes(n)}" for kind, n in (now - then).most_common()]
+            kinds += [f"{kind} {format_bytes(n)} more" for kind, n in (then - now).most_common()]
+            return f"stage={number}{tiers} holds {format_bytes(saved)} less: {', '.join(kinds)}"
     return "smaller micro-batches, recompute or more ranks: states alone cannot give as much"
+
+
+def _at_peak(trace: Trace, recipe: Recipe) -> Counter[str]:
+    """Return bytes of the memory that computes by kind, each with its unsharded copies."""
+    kinds = Counter[str]()
+    for kind, nbytes in forecast(trace, recipe).peak.by_kind(recipe.device_type).items():
+        kinds[{"unsharded": "weight", "partial_grad": "grad"}.get(kind, kind)] += nbytes
+    return kinds
 
 
 def _without_disk(held: Holding) -> dict[str, int]:

@@ -1,16 +1,15 @@
 """A flat buffer with an owner: allocated in a tier, counted in the ledger, refilled."""
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from onefold.errors import TierError
 from onefold.layout.ledger import Account, Kind, Ledger
 from onefold.tier.store import Allocation, Store
+from onefold.unit.shortage import explaining
 
 
 @cache
@@ -19,24 +18,6 @@ def _own_references() -> int:
     tensor = torch.empty(0)
     storage = tensor.untyped_storage()
     return sys.getrefcount(storage)
-
-
-@contextmanager
-def explaining(
-    ledger: Ledger, nbytes: int, kind: str = "weight", tier: str = "device"
-) -> Iterator[None]:
-    """Turn an allocation error into one that names the request, the bytes held and a remedy."""
-    try:
-        yield
-    except (RuntimeError, MemoryError, TierError) as error:
-        if type(error) is RuntimeError and "alloc" not in str(error):  # torch's on the CPU is one
-            raise
-        advice = (
-            ledger.advise(nbytes) if ledger.advise else "more ranks, a higher stage, or offload"
-        )
-        wanted = f"room for {nbytes:,} bytes of {kind} in {tier} memory, "
-        wanted += f"on top of what is held: {ledger.describe()} bytes"
-        raise TierError(wanted, str(error).splitlines()[0], hint=advice) from error
 
 
 class Buffer:

@@ -207,7 +207,7 @@ class RollCall:
         return self.read_verdict() or self.table
 
     def _stop(self, thread: threading.Thread) -> None:
-        error = _last_error()
+        error = last_error()
         if error is not None and not isinstance(error, OnefoldError) and "gloo" in str(error):
             # of a collective that torch or the user began, where nothing else could be raised
             os.write(2, f"onefold: {self.find_gone()}\n".encode())
@@ -344,11 +344,11 @@ def _why_it_ends() -> str:
     """Why this rank takes no part any more, for the others."""
     if threading.main_thread().is_alive():
         return "it has deleted its sharded module"
-    error = _last_error()
+    error = last_error()
     return f"{type(error).__name__}: {error}".splitlines()[0] if error else "its script is over"
 
 
-def _last_error() -> BaseException | None:
+def last_error() -> BaseException | None:
     """The error that the interpreter has printed, once the script is over."""
     return None if threading.main_thread().is_alive() else getattr(sys, "last_value", None)
 

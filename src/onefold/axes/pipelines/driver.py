@@ -40,6 +40,7 @@ from onefold.engine.engine import Engine
 from onefold.engine.pipelined import TIE, TiedCopy
 from onefold.errors import ConfigError
 from onefold.unit.parameter import UnitParameter
+from onefold.unit.shortage import explained
 from onefold.wire.collectives import Group
 from onefold.wire.moves import swap
 
@@ -194,7 +195,8 @@ def _driven(kind: Any) -> Any:
         ) -> Any:
             """Run one backward of one micro-batch: "full", "input" or "weight"."""
             driver, _, _ = self._onefold
-            with driver.backward() if backward_type == "full" else driver.split():
+            part = driver.backward() if backward_type == "full" else driver.split()
+            with explained(driver.engine.ledger), part:
                 return super().backward_maybe_with_nosync(
                     backward_type, bwd_kwargs, last_backward=last_backward
                 )
