@@ -116,13 +116,13 @@ def closure(module, optimizer, folder, patch):
 
 
 def save(module, optimizer, folder, patch):
-    patch.setattr(Contents, "of", starve)
+    patch.setattr(Contents, "from_models", starve)
     onefold.save(f"{folder}/c", module, optimizer)
 
 
 def load(module, optimizer, folder, patch):
     onefold.save(f"{folder}/c", module, optimizer)
-    patch.setattr(Targets, "finish", starve)
+    patch.setattr(Targets, "deliver", starve)
     onefold.load(f"{folder}/c", module, optimizer)
 
 
@@ -326,8 +326,8 @@ class Hungry(torch.optim.AdamW):
         starve("step")
         return super().step(closure)
 
-write = RankFiles.write
-RankFiles.write = lambda *args: starve("save") or write(*args)
+write = RankFiles.write_files
+RankFiles.write_files = lambda *args: starve("save") or write(*args)
 model = torch.nn.Sequential(Block(8, 8), Block(8, 8))
 optimizer = Hungry(model.parameters())
 onefold.shard(model, optimizer, stage=3, units=list(model))
