@@ -20,15 +20,19 @@ from onefold.planner.clusters import (
     recipe_of,
 )
 from onefold.planner.memory import OFFLOADS, WAYS, estimated
-from onefold.planner.models.loader import left_out, named_model
+from onefold.planner.models.loader import DtypeWord, left_out, named_model
 from onefold.planner.planned_axes import Anatomy, ModelAxes, check_counts
 from onefold.planner.result import Plan
+from onefold.planner.script import building_lines, preparing_lines, trained_name
 from onefold.planner.search import Candidate, Row, Search, best_of, candidates, lossy, nearest
 from onefold.planner.show import MixedPlan
 from onefold.planner.storages import Untraceable
 from onefold.planner.trace import Trace, tokens_of, trace, without_values
 from onefold.recipe import Recipe
 from onefold.wire_config import WireChoice
+
+OTHER_DTYPE = '--dtype bf16 (dtype="bf16" in Python) plans another'
+"""How to say that weights have another dtype than the one that was assumed."""
 
 Tracing = Callable[[int], Trace]
 """Traces a micro-batch of so many rows."""
@@ -47,6 +51,7 @@ def plan(  # noqa: PLR0913 - the contract
     offload: Literal["auto", "none", "optimizer", "cpu", "disk"] | str | None = "auto",
     wire: Literal["auto"] | WireChoice = "auto",
     recompute: bool = False,
+    dtype: DtypeWord | None = None,
     axes: ModelAxes | Mapping[str, int] | None = None,
 ) -> Plan:
     """Find the ways to train a model that fit, how fast they are, and which one to take.
@@ -68,7 +73,10 @@ def plan(  # noqa: PLR0913 - the contract
         wire: None (exact, one axis), a preset's name or a `Wire`. "auto": on several nodes the
             exact preset that is fastest, or sends least between them; `Plan.wires` compares all
             presets, the lossy ones too.
-        recompute: recompute blocks in backward. A module has to be set up for that by its owner.
+        recompute: recompute blocks in backward. A module without a switch for that, as models of
+            transformers have it, has to be set up by its owner.
+        dtype: "fp32", "bf16" or "fp16", of the weights; None: as the configuration says, else fp32.
+            A module is planned in its own.
         axes: ranks of tensor, pipeline, context and expert axes as in {"tp": 2, "pp": 2, "cp": 1,
             "ep": 1}, and "virtual", the parts of the model on a rank of pp; the rest of the world
             is dp. Each rank of the pipeline is planned on its data axis.
@@ -88,14 +96,15 @@ def plan(  # noqa: PLR0913 - the contract
         check_mixed(kinds, axes, wire)
     recipe = recipe_of(kinds, chosen)
     axes.check(recipe.world_size)
-    name, module = named_model(module_or_config, seq, recomputes=recompute)
+    name, module = named_model(module_or_config, seq, recomputes=recompute, dtype=dtype)
+    is_named = not isinstance(module_or_config, nn.Module)
     word = next((word for word, preset in PRECISIONS.items() if preset == chosen), None)
     rows = 1 if batch == "auto" else int(batch)
 
     is_open, least = batch == "auto" or bool(mixed), 1 if mixed else rows
     exact, first, two, estimates = _traces(module, recipe, seq, least, is_open=is_open)
-    if not isinstance(module_or_config, nn.Module):
-        estimates += left_out(name, module)
+    if is_named:
+        estimates += left_out(name, module, otherwise=f"; {OTHER_DTYPE}")
     anatomy = Anatomy()
     if axes.are_used:
         anatomy = Anatomy.dissect(module, first.units)
@@ -125,6 +134,9 @@ def plan(  # noqa: PLR0913 - the contract
         estimates,
         _compared(search, best or closest) if wire == "auto" else (),
         MixedPlan.from_row(search, best or closest) if mixed else None,
+        trained_name(name) if is_named else None, dtype,
+        building_lines(name if is_named else None, module, seq=seq, dtype=dtype),
+        preparing_lines(module, recomputes=recompute),
     )  # fmt: skip
 
 

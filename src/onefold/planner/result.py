@@ -11,6 +11,7 @@ from typing import Any
 
 from onefold.planner.models.gpt import PRESETS
 from onefold.planner.planned_axes import ModelAxes
+from onefold.planner.script import ON_MESH
 from onefold.planner.search import Row, Search
 from onefold.planner.show import (
     MixedPlan,
@@ -49,6 +50,10 @@ class Plan:
     estimates: the parts of the plan that are not exact.
     wires: the way to take on every wire, exact and lossy, if the wire was left open.
     mixed: on several kinds of devices, the split of rows and states, and the equal one.
+    name: the model's, as `onefold train` takes it; None: a module was passed.
+    dtype: that of the weights, if it was requested.
+    building, preparing: the lines of a script that make the model, and that make it ready for the
+        last line.
     """
 
     model: str
@@ -61,6 +66,10 @@ class Plan:
     estimates: tuple[str, ...]
     wires: tuple[Row, ...] = ()
     mixed: MixedPlan | None = None
+    name: str | None = None
+    dtype: str | None = None
+    building: tuple[str, ...] = ()
+    preparing: tuple[str, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -128,7 +137,8 @@ class Plan:
     def command(self) -> str:
         """The command that carries the plan out, on every node.
 
-        Empty with model axes that `onefold train` has not, and on several kinds of devices.
+        Empty for a module that was passed, with model axes that `onefold train` has not, and on
+        several kinds of devices.
         """
         return " ".join(self.command_words)
 
@@ -139,7 +149,7 @@ class Plan:
         axes = row.composed.axes if row.composed is not None else ModelAxes()
         is_known = self.model in PRESETS and axes.ep == axes.virtual == 1
         trains = not axes.are_used or (is_known and accumulate >= axes.pp)
-        if self.mixed is not None or not trains:
+        if self.mixed is not None or not trains or self.name is None:
             return []
         ranks = recipe.local_world_size
         words = ["onefold train"]
@@ -148,8 +158,9 @@ class Plan:
                 *("torchrun", f"--nnodes {recipe.nodes}", "--node-rank 0", "--master-addr HOST"),
                 *("--master-port 29500", f"--nproc-per-node {ranks}", "-m onefold train"),
             ]
-        words += [f"--model {shlex.quote(self.model)}", f"--stage {row.stage}"]
+        words += [f"--model {shlex.quote(self.name)}", f"--stage {row.stage}"]
         words += [f"--batch {row.rows}", f"--seq {self.search.tokens}"]
+        words += [f"--dtype {self.dtype}"] * bool(self.dtype)
         words += [f"--precision {self.precision}"] * bool(self.precision)
         words += [f"--offload {self.offload}"] * bool(self.offload)
         words += [f"--wire {row.wire.name}"] * (row.wire.is_preset and not row.wire.wire.is_plain)
@@ -161,7 +172,7 @@ class Plan:
 
     @property
     def line(self) -> str:
-        """The line of a script that carries the plan out."""
+        """The line of a script that shards the model; `script` has the lines before it, too."""
         row, options = self.taken, ""
         options += f', precision="{self.precision}"' if self.precision else ""
         options += f', offload="{self.offload}"' if self.offload else ""
@@ -173,6 +184,22 @@ class Plan:
         if self.mixed is not None and self.mixed.shares:
             options += f", shares={self.mixed.shares}"
         return f"onefold.shard(model, optimizer, stage={row.stage}{options})"
+
+    @property
+    def script(self) -> str:
+        """The lines of a script, up to its loop, that carry the plan out with all it assumed.
+
+        They end with `line`. With model axes they begin once these have cut the model. A module
+        that was passed is `model` in them.
+        """
+        return "\n".join(self._script)
+
+    @property
+    def _script(self) -> list[str]:
+        built, mesh = (*self.building, *self.preparing), list[str]()
+        if self.taken.composed is not None:
+            built, mesh = (*ON_MESH, *self.preparing), [f"mesh = {self._mesh[0]}"]
+        return [*built, *mesh, self.line]
 
     @property
     def _mesh(self) -> tuple[str, str]:
@@ -205,6 +232,7 @@ class Plan:
             "machine": self.machine,
             "command": self.command,
             "line": self.line,
+            "script": self.script,
             **({"mixed": self.mixed.as_dict()} if self.mixed else {}),
         }
 
@@ -231,8 +259,9 @@ class Plan:
         yield from wire_lines(self.wires, self.taken, self.numel)
         if self.mixed is not None:
             yield from self.mixed.lines()
-            yield from ("", "in a script:")
-            for line in filter(None, (self.line, sampler_of(self.mixed.split))):
+            *before, last = self._script
+            yield from ("", "in a script:", *(f"  {line}".rstrip() for line in before))
+            for line in filter(None, (last, sampler_of(self.mixed.split))):
                 yield from wrapped(f"  {line}", "      ")
             yield from row_lines(self.mixed.split)
             return
@@ -241,18 +270,21 @@ class Plan:
             yield from axis_lines(composed, self.taken.stage)
             names = [name for name, size in composed.axes.sizes.items() if size > 1]
             yield from ("", f"in a script, once {' and '.join(names)} cut the model:")
-            yield from wrapped(f"  mesh = {self._mesh[0]}", "      ")
-            yield f"  {self.line}"
+            *before, mesh, line = self._script
+            yield from (f"  {line}".rstrip() for line in before)
+            yield from wrapped(f"  {mesh}", "      ")
+            yield f"  {line}"
             if self.command_words:
                 yield "or:"
                 yield from shell_lines(self.command_words)
             return
         yield ""
-        if self.search.recipe.nodes > 1:
-            yield "on each node, with its own --node-rank; HOST is the address of node 0:"
-        yield from shell_lines(self.command_words)
-        yield "or in a script:"
-        yield f"  {self.line}"
+        if self.command_words:
+            if self.search.recipe.nodes > 1:
+                yield "on each node, with its own --node-rank; HOST is the address of node 0:"
+            yield from shell_lines(self.command_words)
+        yield "or in a script:" if self.command_words else "in a script:"
+        yield from (f"  {line}".rstrip() for line in self._script)
 
     def _heading(self) -> str:
         search, nodes = self.search, self.search.recipe.nodes

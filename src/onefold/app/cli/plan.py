@@ -76,6 +76,8 @@ def add_to(commands: SubParsers) -> None:
         "auto: as many as fit")
     add("--accumulate", type=positive, default=1, help="micro-batches of a step")
     add("--precision", help="fp32, bf16 or fp16 (default: the parameters' own)")
+    add("--dtype", metavar="fp32|bf16|fp16", help="dtype of the weights; masters of narrow ones "
+        "are fp32 (default: that of the configuration, else fp32)")
     add("--stage", type=word_or_number, default="auto", help="0 to 3, or all of them")
     add("--offload", default="auto", metavar="none|optimizer|cpu|disk", help="or all of them")
     add("--wire", metavar="NAME", default="auto", help="messages between nodes: exact, hybrid, "
@@ -119,7 +121,7 @@ def run_plan(arguments: argparse.Namespace, _: Sequence[str]) -> int:
         from onefold.planner.planning import plan
 
     flags = vars(arguments)
-    same = ("seq", "batch", "accumulate", "precision", "stage", "wire", "recompute")
+    same = ("seq", "batch", "accumulate", "precision", "stage", "wire", "recompute", "dtype")
     result = plan(
         arguments.model,
         cluster=_kinds(arguments) or _cluster(arguments),

@@ -32,8 +32,8 @@ LINKS = {"disk": "disk", "host": "CPU memory", "ranks": "other ranks"}
 OWN = ("budget", "rest", "context")
 """Flags of `--inference` alone."""
 
-TRAINING = ("accumulate", "precision", "stage", "wire", "recompute", "wide", "seq", "nodes", "tp",
-            "pp", "virtual", "cp", "ep")  # fmt: skip
+TRAINING = ("accumulate", "precision", "dtype", "stage", "wire", "recompute", "wide", "seq",
+            "nodes", "tp", "pp", "virtual", "cp", "ep")  # fmt: skip
 """Flags that mean nothing to inference."""
 
 

@@ -61,6 +61,8 @@ def add_to(commands: SubParsers) -> None:
         help="tiny, mini, small, large (0.9, 5, 57, 1000 M parameters); a folder of safetensors "
         "files, trained from its weights; a Hugging Face config, from random ones; or a function "
         "that returns a module from byte tokens to logits")
+    task("--dtype", metavar="fp32|bf16|fp16", help="dtype of the weights; masters of narrow ones "
+        "are fp32 (default: that of the configuration, else fp32)")
     task("--data", metavar="DIR", help="folder of text files (default: the standard library)")
     task("--steps", type=positive, default=DEFAULTS.steps, help="optimizer steps")
     task("--batch", type=positive, default=8, help="rows of one rank in a micro-batch")

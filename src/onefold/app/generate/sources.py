@@ -24,7 +24,16 @@ from onefold.checkpoint.safetensors import PretrainedFiles
 from onefold.errors import CheckpointError, ConfigError
 from onefold.foreign import PEERS
 from onefold.planner.models.gpt import GPT, PRESETS, VOCAB
-from onefold.planner.models.loader import build_model, check_config, described, published, refuse
+from onefold.planner.models.loader import (
+    DtypeWord,
+    build_model,
+    check_config,
+    described,
+    dtype_of,
+    is_config,
+    published,
+    refuse,
+)
 from onefold.tier.host import no_garbage
 
 CONFIG = "config.json"
@@ -95,16 +104,23 @@ def check_trained(model: str, seq: int) -> None:
         raise ConfigError(f"rows of at most {longest} bytes for {model!r}", seq, hint=hint)
 
 
-def build_trained(model: str, seq: int, *, is_cut: bool) -> nn.Module:
+def build_trained(
+    model: str, seq: int, *, is_cut: bool, dtype: DtypeWord | None = None
+) -> nn.Module:
     """Build the module that a run trains: of a folder, on `meta`, with its files' values promised.
 
-    `is_cut`: as in `build_model`.
+    That of a configuration is built on `meta`, too, and filled by `onefold.shard`. `is_cut` and
+    `dtype`: as in `build_model`.
     """
     path = Path(model)
-    if not path.is_dir():
-        return build_model(model, seq, is_cut=is_cut)
-    with torch.device("meta"):
-        module = build_model(model, seq) if (path / CONFIG).exists() else _byte_gpt(path)
+    on_meta = not is_cut and is_config(model)
+    with torch.device("meta") if on_meta or path.is_dir() else nullcontext():
+        if not path.is_dir():
+            return build_model(model, seq, is_cut=is_cut, dtype=dtype)
+        if (path / CONFIG).exists():
+            module = build_model(model, seq, dtype=dtype)
+        else:
+            module = _byte_gpt(path).to(dtype_of(dtype))
     return onefold.load_pretrained(module, path)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from onefold.config import PrecisionWord, StageChoice
+    from onefold.planner.models.loader import DtypeWord
     from onefold.wire_config import Preset
 
 
@@ -28,6 +29,7 @@ class Job:
     recompute: bool = False  # run blocks again in backward instead of keeping activations
     compile: bool = False  # run blocks through torch.compile
     precision: PrecisionWord | None = None  # None computes in the parameters' own dtype
+    dtype: DtypeWord | None = None  # of the weights; None: as the model's configuration says
     wire: Preset | None = None  # a named wire; None sends exact messages on one axis
     shares: str | tuple[float, ...] | None = None  # of the state: "auto", or a weight a rank
     steps: int = 160

@@ -35,6 +35,7 @@ from onefold.planner.models.loader import (
     check_compiler,
     compile_blocks,
     default_lr,
+    dtype_of,
     parts_left_out,
     recompute,
 )
@@ -57,6 +58,7 @@ HELD_OUT_SHARE, MAX_HELD_OUT_BATCHES = 5, 64
 def preflight(job: Job, world_size: int) -> Corpus:
     """Refuse a job that cannot work, before any rank starts; return the text to train on."""
     precision_of(job.precision)
+    dtype_of(job.dtype)
     offload_for(job)
     wire_of(job.wire)
     _check_shares(job, world_size)
@@ -164,7 +166,8 @@ class Trainer:
         self.peak_lr = default_lr(job.model) if job.lr is None else job.lr
         self.axes = RunAxes(job, world)
         torch.manual_seed(job.seed)
-        whole = build_trained(job.model, job.seq, is_cut=job.tp * job.pp > 1)
+        is_cut = job.tp * job.pp > 1
+        whole = build_trained(job.model, job.seq, is_cut=is_cut, dtype=job.dtype)
         self.left_out = parts_left_out(job.model, whole) if world.rank == 0 else ()
         if job.recompute:
             recompute(whole, job.model)

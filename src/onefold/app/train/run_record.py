@@ -273,6 +273,7 @@ def _about(job: Job) -> dict[str, Fact]:
     return {
         "stage": job.stage,
         "precision": job.precision or "the parameters' own",
+        **({"dtype": job.dtype} if job.dtype else {}),
         **({"offload": job.offload} if job.offload else {}),
         "data": job.data or "Python's standard library",
         "steps": job.steps,

@@ -14,23 +14,30 @@ from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from onefold.config import PRECISIONS, check_word
 from onefold.errors import ConfigError
 from onefold.layout.units import repeated_blocks
 from onefold.planner.models.gpt import GPT, PRESETS, VOCAB
+from onefold.planner.trace import without_values
 from onefold.tier import accelerator
 from onefold.tier.host import no_garbage
+
+DtypeWord = Literal["fp32", "bf16", "fp16"]
+"""The words of `--dtype` and `onefold.plan(dtype=)`."""
+SWITCHES = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+"""Methods of models of transformers, the newest first."""
 
 
 def refuse(model: str, seq: int) -> None:
     """Raise `ConfigError` for a model that cannot be built, without building it."""
     if model in PRESETS:
         return
-    if _is_config(model):
+    if is_config(model):
         _check_numbers(model, seq)
     elif ":" in model:
         load_function(model)
@@ -42,43 +49,81 @@ def refuse(model: str, seq: int) -> None:
         raise ConfigError(known, repr(model), hint=hint)
 
 
-def build_model(model: str, seq: int, *, is_cut: bool = False) -> nn.Module:
+def build_model(
+    model: str, seq: int, *, is_cut: bool = False, dtype: DtypeWord | None = None
+) -> nn.Module:
     """Build the module that `model` names, for rows of up to `seq` tokens.
 
     Presets are built on `meta` and filled by `onefold.shard`: no rank ever holds a whole one.
-    `is_cut`: model axes will cut it first, so it is built whole, with the same values.
+    `is_cut`: model axes will cut it first, so it is built whole, with the same values. `dtype`: of
+    the weights; None: that of the configuration, else fp32.
     """
+    chosen = dtype_of(dtype)
     if model in PRESETS:
         with torch.device("cpu" if is_cut else "meta"):
-            return GPT(PRESETS[model], seq)
-    if _is_config(model):
-        return _from_config(model, seq)
+            return GPT(PRESETS[model], seq).to(chosen)
+    if is_config(model):
+        return _from_config(model, seq, chosen)
+    if chosen is not None:
+        raise own_dtype(repr(model))
     return call_function(model, load_function(model), nn.Module)
 
 
+def dtype_of(word: str | None) -> torch.dtype | None:
+    """Return the dtype of weights that `word` names; None for None. Raises `ConfigError`."""
+    if word is None:
+        return None
+    hint = "leave it out for the dtype of the model's configuration"
+    check_word("dtype", word, tuple(PRECISIONS), hint)
+    return PRECISIONS[word].compute
+
+
+def own_dtype(name: str) -> ConfigError:
+    """Return the error for `dtype` with a module that its owner builds."""
+    wanted = "dtype with a preset or a Hugging Face configuration"
+    return ConfigError(wanted, name, hint="build the module in that dtype: model.bfloat16()")
+
+
 def named_model(
-    model: nn.Module | str | os.PathLike[str], seq: int, *, recomputes: bool
-) -> tuple[str, nn.Module]:
-    """Return the name of a model and the model that trains, without values if it was named."""
+    model: nn.Module | str | os.PathLike[str], seq: int, *, recomputes: bool,
+    dtype: DtypeWord | None = None,
+) -> tuple[str, nn.Module]:  # fmt: skip
+    """Return the name of a model and the model that trains, without values if it was named.
+
+    A module that was passed, and can be switched to recompute its blocks, is copied for that.
+    """
     if isinstance(model, nn.Module):
-        return type(model).__name__, model.train()
+        if dtype is not None:
+            raise own_dtype("a module")
+        name = type(model).__name__
+        if recomputes and recompute_line(model):
+            model = without_values(model)
+            recompute(model, name)
+        return name, model.train()
     name = os.fspath(model)
     refuse(name, seq)
     with torch.device("meta"):
-        module = build_model(name, seq)
+        module = build_model(name, seq, dtype=dtype)
     if recomputes:
         recompute(module, name)
     return name, module.train()
 
 
+def recompute_line(model: nn.Module) -> str:
+    """Return the statement that lets `model` recompute its blocks; empty if it has no switch."""
+    if isinstance(model, GPT):
+        return "model.recomputes = True"
+    switch = next((name for name in SWITCHES if callable(getattr(model, name, None))), "")
+    return f"model.{switch}()" if switch else ""
+
+
 def recompute(model: nn.Module, name: str) -> None:
     """Let the model keep only the inputs of its blocks, and run them again in backward."""
-    switch = getattr(model, "activation_checkpointing_enable", None)  # newer transformers
-    switch = switch or getattr(model, "gradient_checkpointing_enable", None)
+    switch = recompute_line(model).removeprefix("model.").removesuffix("()")
     if isinstance(model, GPT):
         model.recomputes = True
-    elif callable(switch):
-        switch()
+    elif switch:
+        getattr(model, switch)()
     else:
         wanted = "a preset or a Hugging Face model to recompute activations of"
         hint = "call torch.utils.checkpoint in the module's own forward"
@@ -174,11 +219,11 @@ def published() -> dict[str, Path]:
     return {path.stem: path for path in sorted(Path(__file__).with_name("presets").iterdir())}
 
 
-def _is_config(model: str) -> bool:
+def is_config(model: str) -> bool:
     return model.endswith(".json") or model in published() or Path(model).exists()
 
 
-def _config_path(model: str) -> Path:
+def config_path(model: str) -> Path:
     path = published().get(model) or Path(model)
     return path / "config.json" if path.is_dir() else path
 
@@ -205,7 +250,7 @@ def check_config(path: Path) -> dict[str, Any]:
 
 def _check_numbers(model: str, seq: int) -> None:
     """Check for 256 tokens, one of each byte, and for enough positions."""
-    path = _config_path(model)
+    path = config_path(model)
     config = check_config(path)
     vocab = config.get("vocab_size", VOCAB)
     if isinstance(vocab, int) and vocab < VOCAB:
@@ -220,12 +265,15 @@ def _check_numbers(model: str, seq: int) -> None:
 
 def _given_config(model: str) -> Path | None:
     """Return a user's configuration; None for a published one, and for byte models in a folder."""
-    path = _config_path(model)
+    path = config_path(model)
     return None if model in published() or not path.is_file() else path
 
 
-def left_out(model: str, module: nn.Module) -> tuple[str, ...]:
-    """Say what a plan of `module`, built from the configuration `model`, does not count."""
+def left_out(model: str, module: nn.Module, *, otherwise: str = "") -> tuple[str, ...]:
+    """Say what a plan of `module`, built from the configuration `model`, does not count.
+
+    `otherwise`: how to plan another dtype than the one that was assumed.
+    """
     if (path := _given_config(model)) is None:
         return ()
     config, dtype = check_config(path), str(next(module.parameters()).dtype)
@@ -236,7 +284,8 @@ def left_out(model: str, module: nn.Module) -> tuple[str, ...]:
         method = quantized.get("quant_method", "without a quant_method")
         notes.append(f"{counted}: quantization_config ({method}) is not planned")
     elif not any(part.get("dtype") or part.get("torch_dtype") for part in parts):
-        notes.append(f"{counted}, as {path.name} names no dtype; its files may have another one")
+        unknown = f"{counted}, as {path.name} names no dtype; its files may have another one"
+        notes.append(unknown + otherwise)
     return (*notes, *parts_left_out(model, module))
 
 
@@ -263,19 +312,20 @@ def parts_left_out(model: str, module: nn.Module) -> tuple[str, ...]:
     return (missing,) if mine < all_of_it else ()
 
 
-def _from_config(model: str, seq: int) -> nn.Module:
+def _from_config(model: str, seq: int, dtype: torch.dtype | None) -> nn.Module:
     _check_numbers(model, seq)
     try:
         with no_garbage():  # collecting garbage is a quarter of transformers' import time
             from transformers import AutoConfig, AutoModelForCausalLM
 
             config = AutoConfig.from_pretrained(
-                _config_path(model), local_files_only=True, trust_remote_code=False
+                config_path(model), local_files_only=True, trust_remote_code=False
             )
             if config.is_encoder_decoder:
                 raise TypeError(f"{config.model_type} has an encoder too, and takes two texts")
             config.use_cache = False
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            wanted = {} if dtype is None else {"dtype": dtype}
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **wanted)
     except Exception as error:
         wanted = f"{model!r} to describe a causal language model"
         hint = "AutoModelForCausalLM.from_config must be able to build it"
