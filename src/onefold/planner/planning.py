@@ -12,6 +12,7 @@ from onefold.config import PRECISIONS, PrecisionChoice, StageChoice, precision_o
 from onefold.errors import ConfigError
 from onefold.layout.module_tree import ModuleTree
 from onefold.layout.units import plan_units
+from onefold.planner.bf16_weights import bf16_weights
 from onefold.planner.clusters import (
     ClusterChoice,
     check_mixed,
@@ -20,7 +21,13 @@ from onefold.planner.clusters import (
     recipe_of,
 )
 from onefold.planner.memory import OFFLOADS, WAYS, estimated
-from onefold.planner.models.loader import DtypeWord, left_out, named_model
+from onefold.planner.models.loader import (
+    DtypeWord,
+    config_path,
+    left_out,
+    named_model,
+    published,
+)
 from onefold.planner.planned_axes import Anatomy, ModelAxes, check_counts
 from onefold.planner.result import Plan
 from onefold.planner.script import building_lines, preparing_lines, trained_name
@@ -104,7 +111,8 @@ def plan(  # noqa: PLR0913 - the contract
     is_open, least = batch == "auto" or bool(mixed), 1 if mixed else rows
     exact, first, two, estimates = _traces(module, recipe, seq, least, is_open=is_open)
     if is_named:
-        estimates += left_out(name, module, otherwise=f"; {OTHER_DTYPE}")
+        config = str(config_path(name)) if name in published() else name
+        estimates += left_out(config, module, dtype=dtype, otherwise=f"; {OTHER_DTYPE}")
     anatomy = Anatomy()
     if axes.are_used:
         anatomy = Anatomy.dissect(module, first.units)
@@ -137,6 +145,7 @@ def plan(  # noqa: PLR0913 - the contract
         trained_name(name) if is_named else None, dtype,
         building_lines(name if is_named else None, module, seq=seq, dtype=dtype),
         preparing_lines(module, recomputes=recompute),
+        bf16_weights(search, best or closest),
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from onefold.planner.bf16_weights import BF16Weights
 from onefold.planner.models.gpt import PRESETS
 from onefold.planner.planned_axes import ModelAxes
 from onefold.planner.script import ON_MESH
@@ -54,6 +55,7 @@ class Plan:
     dtype: that of the weights, if it was requested.
     building, preparing: the lines of a script that make the model, and that make it ready for the
         last line.
+    bf16_weights: what weights in bf16 would need; None where they save nothing.
     """
 
     model: str
@@ -70,6 +72,7 @@ class Plan:
     dtype: str | None = None
     building: tuple[str, ...] = ()
     preparing: tuple[str, ...] = ()
+    bf16_weights: BF16Weights | None = None
 
     @property
     def numel(self) -> int:
@@ -131,6 +134,9 @@ class Plan:
                 for place, nbytes in self.best.unchecked.items()
             ]
             lines += _wire_notes(self.best)
+        if self.bf16_weights is not None:
+            how = "model.bfloat16()" if self.name is None else "--dtype bf16"
+            lines.append(self.bf16_weights.line(how))
         return lines + [f"estimated, not exact: {part}" for part in self.estimates]
 
     @property

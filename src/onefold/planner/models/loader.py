@@ -269,21 +269,23 @@ def _given_config(model: str) -> Path | None:
     return None if model in published() or not path.is_file() else path
 
 
-def left_out(model: str, module: nn.Module, *, otherwise: str = "") -> tuple[str, ...]:
+def left_out(
+    model: str, module: nn.Module, *, dtype: str | None = None, otherwise: str = ""
+) -> tuple[str, ...]:
     """Say what a plan of `module`, built from the configuration `model`, does not count.
 
-    `otherwise`: how to plan another dtype than the one that was assumed.
+    `dtype`: the one that was requested. `otherwise`: how to request one.
     """
     if (path := _given_config(model)) is None:
         return ()
-    config, dtype = check_config(path), str(next(module.parameters()).dtype)
+    config, own = check_config(path), str(next(module.parameters()).dtype)
     parts = [config, *(part for part in config.values() if isinstance(part, dict))]
-    counted = f"weights are counted in {dtype.removeprefix('torch.')}"
+    counted = f"weights are counted in {own.removeprefix('torch.')}"
     notes: list[str] = []
     if isinstance(quantized := config.get("quantization_config"), dict):
         method = quantized.get("quant_method", "without a quant_method")
         notes.append(f"{counted}: quantization_config ({method}) is not planned")
-    elif not any(part.get("dtype") or part.get("torch_dtype") for part in parts):
+    elif dtype is None and not any(part.get("dtype") or part.get("torch_dtype") for part in parts):
         unknown = f"{counted}, as {path.name} names no dtype; its files may have another one"
         notes.append(unknown + otherwise)
     return (*notes, *parts_left_out(model, module))
