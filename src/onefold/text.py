@@ -99,7 +99,7 @@ class Table(str):
     sides: str
 
 
-def columns(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
+def columns(rows: Sequence[Sequence[str]], sides: str) -> list[Table]:
     """Return one `Table`, with cells two spaces apart; none without rows.
 
     Args:

@@ -3,11 +3,12 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any
 
 from onefold.config import Precision
 from onefold.errors import ConfigError
-from onefold.planner.machines import Machine, machine_of
+from onefold.planner.machines import Machine, machine_of, read_machines
 from onefold.planner.mixed import DeviceKind
 from onefold.planner.planned_axes import ModelAxes
 from onefold.recipe import Recipe
@@ -15,6 +16,7 @@ from onefold.text import parse_nbytes
 from onefold.tier import accelerator
 from onefold.tier.host import free_host_nbytes
 
+COUNTED = "cluster with counts alone"
 EXAMPLE = "8xh100-80 + 16xa100-40"
 _KIND = re.compile(r"\s*([0-9]+)\s*[xX]\s*([^\s+]+)\s*")
 
@@ -66,13 +68,107 @@ ClusterChoice = Cluster | Mapping[str, Any] | str | Sequence[Cluster | Mapping[s
 """One kind of devices (the fields of `Cluster`), several, or a text such as `EXAMPLE`."""
 
 
-def clusters_of(choice: ClusterChoice, world_size: int) -> tuple[Cluster, ...]:
-    """Return the kinds of devices of a choice; None: `world_size` ranks of this machine."""
-    if choice is None:
-        return (_this_machine(world_size),)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Devices:
+    """Devices in the words of `onefold plan` and `onefold.plan`.
+
+    `gpus` or CPU `ranks` of a node; `mem` of a GPU, or of all CPU ranks of a node; `host_mem` and
+    `disk` of a node. Sizes are bytes, or a text such as "80GiB". None and 1: what is here.
+    `machines`: a TOML file of more GPUs, as `read_machines` takes it.
+    """
+
+    gpus: int | None = None
+    ranks: int | None = None
+    nodes: int = 1
+    mem: int | str | None = None
+    host_mem: int | str | None = None
+    disk: int | str | None = None
+    machines: str | PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.ranks is not None and self.gpus is not None:
+            raise _not_both("ranks alone", "gpus, too")
+
+    def nbytes(self, name: str) -> int | None:
+        """Return the bytes of a size."""
+        size = getattr(self, name)
+        return parse_nbytes(name, size) if isinstance(size, str) else size
+
+    def refuse(self, names: Sequence[str], wanted: str, hint: str) -> None:
+        """Raise `ConfigError` if one of these was said."""
+        said = next((n for n in names if getattr(self, n) not in (None, n == "nodes")), None)
+        if said is not None:
+            raise ConfigError(wanted, f"{said} too", hint=f"leave {said} out: {hint}")
+
+    @property
+    def known(self) -> Mapping[str, Machine] | None:
+        """The machines that may be named; None: those that are known without a file."""
+        return None if self.machines is None else read_machines(self.machines)
+
+    def on(self, name: str | None, world_size: int) -> Cluster:
+        """Return the devices: of a machine, or for None of this one, with `world_size` ranks.
+
+        Raises: ConfigError: GPUs whose memory is not known, CPU ranks of a machine with GPUs, and
+            a file of machines of which none is named.
+        """
+        if self.machines is not None and name is None:
+            hint = "--gpu NAME, with a name of the file; cluster='NAME' in Python"
+            raise ConfigError("a machine with machines", "machines alone", hint=hint)
+        if self.ranks is not None and name is not None:
+            raise _not_both("ranks alone", "a machine with GPUs, too")
+        machine = None if name is None else machine_of(name, self.known)
+        is_here = self.gpus is None and machine is None
+        on_gpus = self.ranks is None and (not is_here or accelerator.kind() is not None)
+        default = world_size if machine is None else machine.ranks_per_node
+        count = next(n for n in (self.gpus, self.ranks, default) if n is not None)
+        memory = self.nbytes("mem")
+        host_memory = self.nbytes("host_mem")
+        if host_memory is None and on_gpus and is_here:
+            host_memory = free_host_nbytes()
+        if not on_gpus:
+            memory = (memory or free_host_nbytes()) // max(1, count)
+        elif memory is None:
+            memory = _memory_of(machine)
+        return Cluster(
+            ranks=count, nodes=self.nodes, device_type="cuda" if on_gpus else "cpu",
+            memory=memory, host_memory=host_memory, disk=self.nbytes("disk"), machine=machine,
+        )  # fmt: skip
+
+
+def _not_both(wanted: str, got: str) -> ConfigError:
+    hint = "leave one of the two out: ranks plans for processes on the CPU"
+    return ConfigError(wanted, got, hint=hint)
+
+
+def _memory_of(machine: Machine | None) -> int:
+    """Return the bytes of a GPU: of a machine, else of this one's."""
+    if machine is not None:
+        return int(machine.memory_nbytes)
+    if accelerator.kind() is None:
+        hint = 'mem="80GiB" (--mem 80GiB), or a machine (--gpu h100-80)'
+        raise ConfigError("mem with gpus: the memory of a GPU", "none", hint=hint)
+    return accelerator.memory().total
+
+
+def clusters_of(
+    choice: ClusterChoice, world_size: int, devices: Devices | None = None
+) -> tuple[Cluster, ...]:
+    """Return the kinds of devices of a choice; None: `world_size` ranks of this machine.
+
+    `devices` says more about a machine, or about this one.
+    """
+    devices = devices or Devices()
+    if choice is None or (isinstance(choice, str) and not names_kinds(choice)):
+        return (devices.on(choice, world_size),)
+    others = ("gpus", "ranks", "mem", "nodes")
+    if isinstance(choice, str):
+        devices.refuse(others, COUNTED, "nodes and memory are those of the machines")
+        room = {"host_memory": devices.nbytes("host_mem"), "disk": devices.nbytes("disk")}
+        return parsed(choice, devices.known, **room)
+    devices.refuse((*others, "host_mem", "disk", "machines"), "cluster alone", "its fields say it")
     if isinstance(choice, Cluster | Mapping):
         choice = [choice]
-    kinds = parsed(choice) if isinstance(choice, str) else tuple(map(_cluster_of, choice))
+    kinds = tuple(map(_cluster_of, choice))
     if not kinds:
         hint = f"onefold.plan(model, cluster={EXAMPLE!r})"
         raise ConfigError("at least one kind of devices", "none", hint=hint)
@@ -175,11 +271,3 @@ def device_kinds(kinds: Sequence[Cluster]) -> tuple[DeviceKind, ...]:
         devices.append(DeviceKind(name, first, kind.world_size, kind.ranks, kind.room, machine))
         first += kind.world_size
     return tuple(devices)
-
-
-def _this_machine(world_size: int) -> Cluster:
-    if accelerator.kind() is not None:
-        memory = accelerator.memory().total
-        return Cluster(ranks=world_size, memory=memory, host_memory=free_host_nbytes())
-    share = free_host_nbytes() // max(1, world_size)
-    return Cluster(ranks=world_size, device_type="cpu", memory=share)

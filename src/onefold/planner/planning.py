@@ -15,6 +15,7 @@ from onefold.layout.units import plan_units
 from onefold.planner.bf16_weights import bf16_weights
 from onefold.planner.clusters import (
     ClusterChoice,
+    Devices,
     check_mixed,
     clusters_of,
     device_kinds,
@@ -50,6 +51,13 @@ def plan(  # noqa: PLR0913 - the contract
     *,
     world_size: int = 1,
     cluster: ClusterChoice = None,
+    gpus: int | None = None,
+    ranks: int | None = None,
+    nodes: int = 1,
+    mem: int | str | None = None,
+    host_mem: int | str | None = None,
+    disk: int | str | None = None,
+    machines: str | os.PathLike[str] | None = None,
     seq: int = 1024,
     batch: int | Literal["auto"] = 1,
     accumulate: int = 1,
@@ -68,12 +76,19 @@ def plan(  # noqa: PLR0913 - the contract
     Args:
         module_or_config: a module that takes tokens [batch, seq] (its values are not read), a
             preset, a Hugging Face config.json, or "module:function".
-        world_size: ranks on this machine, where no `cluster` is given: GPUs if torch sees one,
-            else processes on the CPU.
-        cluster: the devices; default: those of this machine. {"ranks": 8, "nodes": 2, "machine":
-            "h100-80"}, and the other fields of `planner/clusters.py`. Several kinds of devices: a
-            list, or a text as in "8xh100-80 + 16xa100-40". Then rows are split by speed and states
-            by memory: `Plan.mixed` compares them with an equal split.
+        world_size: ranks on this machine, where no devices are named: GPUs if torch sees one, else
+            processes on the CPU.
+        cluster: the devices; default: those of this machine. A machine such as "h100-80", or
+            {"ranks": 8, "nodes": 2, "machine": "h100-80"}, and the other fields of
+            `planner/clusters.py`. Several kinds of devices: a list, or a text as in
+            "8xh100-80 + 16xa100-40". Then rows are split by speed and states by memory:
+            `Plan.mixed` compares them with an equal split.
+        gpus, ranks: GPUs of a node, or processes of a node on the CPU instead.
+        nodes: machines.
+        mem: memory of a GPU, or of all CPU ranks of a node: bytes, or a text such as "80GiB".
+        host_mem, disk: CPU memory and free disk of a node; None: they are not checked, but for
+            the CPU memory next to GPUs of this machine.
+        machines: a TOML file of more GPUs that `cluster` may name.
         batch: rows of one micro-batch on one rank, or "auto": as many as fit. On several
             kinds of devices: the mean over all ranks.
         stage, offload: one of them, or "auto" for all. offload: None, "optimizer", "cpu", "disk".
@@ -94,7 +109,11 @@ def plan(  # noqa: PLR0913 - the contract
             the world, or for which the model has not enough heads, blocks or experts; a cluster of
             several kinds with axes or a wire.
     """
-    kinds, axes = clusters_of(cluster, world_size), ModelAxes.from_choice(axes)
+    devices = Devices(
+        gpus=gpus, ranks=ranks, nodes=nodes, mem=mem, host_mem=host_mem, disk=disk,
+        machines=machines,
+    )  # fmt: skip
+    kinds, axes = clusters_of(cluster, world_size, devices), ModelAxes.from_choice(axes)
     for kind in kinds:
         check_counts(ranks=kind.ranks, nodes=kind.nodes, seq=seq, accumulate=accumulate)
     check_counts(batch=1 if batch == "auto" else batch)

@@ -17,6 +17,7 @@ from onefold.planner.search import Row, Search
 from onefold.planner.show import (
     MixedPlan,
     axis_lines,
+    html_of,
     memory_table,
     mesh_of,
     mesh_words,
@@ -244,6 +245,10 @@ class Plan:
 
     def __str__(self) -> str:
         return "\n".join(self.lines(is_wide=False))
+
+    def _repr_html_(self) -> str:
+        """Return the plan as HTML, as notebooks show it."""
+        return html_of(self._heading(), self.rows, self.best, self.script)
 
     def lines(self, *, is_wide: bool) -> Iterator[str]:
         """Yield the text of the plan, in lines and tables."""

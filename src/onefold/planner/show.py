@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from html import escape
 from itertools import groupby
 from typing import Any
 
@@ -13,6 +14,7 @@ from onefold.planner.mixed import KindPlan, MixedJob, MixedSplit
 from onefold.planner.planned_axes import MESSAGES
 from onefold.planner.search import GROUPS, Row, Search
 from onefold.text import (
+    Table,
     columns,
     common_unit,
     counted,
@@ -31,7 +33,7 @@ HEADS = {
 }  # fmt: skip
 
 
-def short_table(rows: Sequence[Row], best: Row | None) -> list[str]:
+def short_table(rows: Sequence[Row], best: Row | None) -> list[Table]:
     """Return a line for each way: memory of a device, whether it fits, its step, and why."""
     has_offload = any(row.offload != "none" for row in rows)
     has_rows = len({row.rows for row in rows}) > 1
@@ -50,6 +52,16 @@ def short_table(rows: Sequence[Row], best: Row | None) -> list[str]:
         lines.append([*cells, why])
     numbers = ">" * (has_rows + 2 + has_times)
     return columns(lines, f">{'<' * has_offload}{numbers}<")
+
+
+def html_of(heading: str, rows: Sequence[Row], best: Row | None, script: str) -> str:
+    """Return a plan as HTML: a heading, the short table with `best` bold, and a script."""
+    heads, *lines = short_table(rows, best)[0].rows
+    cells = [f"<tr>{''.join(f'<th>{escape(head)}</th>' for head in heads)}</tr>"]
+    for row, line in zip(rows, lines, strict=True):
+        weight = ' style="font-weight: bold"' if row is best else ""
+        cells.append(f"<tr{weight}>{''.join(f'<td>{escape(cell)}</td>' for cell in line)}</tr>")
+    return f"<p>{escape(heading)}</p><table>{''.join(cells)}</table><pre>{escape(script)}</pre>"
 
 
 def _fits(row: Row) -> str:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from onefold.app.cli.arguments import (
     SubParsers,
     add_command,
-    first_set,
     or_auto,
     positive,
     print_result,
@@ -24,8 +23,6 @@ from onefold.text import columns, format_seconds, format_share, parse_nbytes
 from onefold.tier.host import no_garbage
 
 if TYPE_CHECKING:
-    from onefold.planner.clusters import Cluster
-    from onefold.planner.machines import Machine
     from onefold.planner.result import Plan
 
 DESCRIPTION = """\
@@ -37,6 +34,11 @@ tiny preset on this machine.
 
   onefold plan --model llama-8b --gpu h100-80
   onefold plan --model config.json --gpus 8 --nodes 8 --mem 80GiB --seq 4096"""
+
+DEVICES = ("gpus", "ranks", "nodes", "mem", "host_mem", "disk", "machines")
+CHOICES = ("cluster", "seq", "batch", "accumulate", "precision", "dtype", "stage", "offload",
+           "wire", "recompute")  # fmt: skip
+"""Flags that are arguments of `onefold.plan`."""
 
 AXES = {
     "tp": "tensor-parallel ranks, neighbors in a node",
@@ -114,20 +116,23 @@ def _machine(flag: str, text: str) -> str:
 def run_plan(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     """Plan, and print. Exit code 2 where nothing fits."""
     check_flags(arguments)
+    flags = vars(arguments)
+    devices = {name: flags[name] for name in DEVICES}
     if arguments.inference:
-        return run_inference(arguments, _cluster(arguments))
+        from onefold.planner.clusters import Devices
+
+        cluster = Devices(**devices).on(arguments.cluster, default_ranks())
+        return run_inference(arguments, cluster)
     with no_garbage():  # importing torch makes half a million objects
         from onefold.planner.planned_axes import ModelAxes
         from onefold.planner.planning import plan
 
-    flags = vars(arguments)
-    same = ("seq", "batch", "accumulate", "precision", "stage", "wire", "recompute", "dtype")
     result = plan(
         arguments.model,
-        cluster=_kinds(arguments) or _cluster(arguments),
-        offload=None if arguments.offload == "none" else arguments.offload,
+        world_size=default_ranks(),
         axes=ModelAxes(**{axis: flags[axis] for axis in AXES}),
-        **{name: flags[name] for name in same},
+        **devices,
+        **{name: flags[name] for name in CHOICES},
     )
     has_curve = arguments.cluster and not result.search.axes.are_used and result.mixed is None
     curve = _curve(result) if has_curve and (arguments.wide or arguments.json) else []
@@ -137,77 +142,6 @@ def run_plan(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     if not result.fits and not arguments.json:
         print("onefold plan: nothing fits", file=sys.stderr)
     return 0 if result.fits else 2
-
-
-def _refuse_other_flags(
-    arguments: argparse.Namespace, others: Sequence[str], wanted: str, got: str, hint: str
-) -> None:
-    """Refuse the first of other flags that is set."""
-    if (name := first_set(arguments, others)) is not None:
-        flag = f"--{name}"
-        raise ConfigError(wanted, got.format(flag), hint=hint.format(flag))
-
-
-def _kinds(arguments: argparse.Namespace) -> tuple[Cluster, ...]:
-    """Return the devices that `--cluster` counts; none where it names a machine, or is absent."""
-    from onefold.planner.clusters import names_kinds, parsed
-
-    if arguments.cluster is None or not names_kinds(arguments.cluster):
-        return ()
-    hint = "leave {} out: nodes and memory are those of the machines"
-    others = ("gpus", "ranks", "mem", "nodes")
-    _refuse_other_flags(arguments, others, "--cluster with counts alone", "{} too", hint)
-    room = {"host_memory": arguments.host_mem, "disk": arguments.disk}
-    return parsed(arguments.cluster, _machines(arguments), **room)
-
-
-def _machines(arguments: argparse.Namespace) -> Mapping[str, Machine] | None:
-    """Return the machines of `--machines`, from which `--gpu` takes; None without the flag."""
-    from onefold.planner.machines import read_machines
-
-    if arguments.machines is None:
-        return None
-    if arguments.cluster is None:
-        hint = "--gpu NAME, with a name of the file"
-        raise ConfigError("--gpu with --machines", "--machines alone", hint=hint)
-    return read_machines(arguments.machines)
-
-
-def _cluster(arguments: argparse.Namespace) -> Cluster:
-    """Return the devices of the flags, or of this machine."""
-    from onefold.planner.clusters import Cluster
-    from onefold.planner.machines import machine_of
-    from onefold.tier import accelerator
-    from onefold.tier.host import free_host_nbytes
-
-    gpus, ranks = arguments.gpus, arguments.ranks
-    if ranks:
-        hint = "leave one of the two out: --ranks plans for processes on the CPU"
-        _refuse_other_flags(
-            arguments, ("gpus", "cluster"), "--ranks alone", "--gpu or --gpus, too", hint
-        )
-    known = _machines(arguments)
-    machine = None if arguments.cluster is None else machine_of(arguments.cluster, known)
-    has_gpus = accelerator.kind() is not None
-    has_machine = gpus is not None or machine is not None
-    on_gpus = ranks is None and (has_machine or has_gpus)
-    count = gpus or ranks or (default_ranks() if machine is None else machine.ranks_per_node)
-    memory, host_memory = arguments.mem, arguments.host_mem
-    if host_memory is None and on_gpus and not has_machine:
-        host_memory = free_host_nbytes()
-    if not on_gpus:
-        memory = (memory or free_host_nbytes()) // count
-    elif memory is None and machine is not None:
-        memory = int(machine.memory_nbytes)
-    elif memory is None and has_gpus:
-        memory = accelerator.memory().total
-    elif memory is None:
-        hint = "--mem 80GiB, or --gpu h100-80"
-        raise ConfigError("--mem with --gpus", "none", hint=hint)
-    return Cluster(
-        ranks=count, nodes=arguments.nodes, device_type="cuda" if on_gpus else "cpu",
-        memory=memory, host_memory=host_memory, disk=arguments.disk, machine=machine,
-    )  # fmt: skip
 
 
 def _curve(plan: Plan) -> list[dict[str, float]]:
