@@ -94,7 +94,7 @@ RANKS = [
 WAYS = [
     ("stage", "offload", "memory", "fits", "step", "why"),
     ("*1", "none", "62.05 GiB", "yes", "1.70 s", "the fastest that fits"),
-    ("3", "optimizer", "23.66 GiB", "?", "14.4 s", "needs 4.20 GiB host, 89.7 GiB disk"),
+    ("3", "optimizer", "23.66 GiB", "if", "14.4 s", "a node has 4.20 GiB host, 89.7 GiB disk"),
 ]
 
 
@@ -200,12 +200,13 @@ def test_host_memory_that_nobody_gave_is_marked_and_asked_for(capsys):
     flags = ["plan", "--model", "small", "--gpus", "2", "--mem", "500MiB", "--seq", "64"]
     assert main([*flags, "--offload", "cpu"]) == 0
     unchecked = capsys.readouterr().out
-    assert "  ?  " in unchecked
-    assert "?: host of a node not checked: pass --host-mem SIZE" in unchecked
+    assert "  if  " in unchecked
+    said = " ".join(unchecked.split())
+    assert "if: it fits if each node has so much free host memory, which was not checked" in said
     assert "of host memory on each node: not checked without --host-mem" in unchecked
     assert main([*flags, "--offload", "cpu", "--host-mem", "64GiB"]) == 0
     checked = capsys.readouterr().out
-    assert "?" not in checked
+    assert "if: " not in checked
     assert "yes" in checked
 
 

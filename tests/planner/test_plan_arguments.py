@@ -136,3 +136,22 @@ def test_a_plan_of_a_module_is_shown_too():
         module = GPT(GPTConfig(num_layers=2, width=64, num_heads=2, lr=1e-3), 16)
     page = onefold.plan(module, world_size=2, seq=16)._repr_html_()
     assert "<pre>import onefold" in page
+
+
+def test_a_plan_for_gpus_of_unknown_memory_is_refused_as_nothing_could_be_checked(monkeypatch):
+    monkeypatch.setattr("onefold.tier.accelerator.kind", lambda: None)
+    for devices in ({"gpus": 8}, {"cluster": {"ranks": 8}}):
+        with pytest.raises(ConfigError, match="nothing can be checked without the memory of a GPU"):
+            onefold.plan("tiny", seq=16, **devices)
+
+
+def test_what_was_not_checked_is_said_in_words():
+    made = onefold.plan("tiny", gpus=8, mem="1GiB", seq=16, stage=3, offload="disk")
+    text = " ".join(str(made).split())
+    assert "if: it fits if each node has so much free host memory and free disk" in text
+    assert made.rows[0].unchecked.keys() == {"host", "disk"}
+    whole = onefold.plan(
+        "tiny", gpus=8, mem="1GiB", host_mem="1GiB", disk="1GiB", seq=16, stage=3, offload="disk"
+    )  # fmt: skip
+    assert "if each node" not in str(whole)
+    assert whole.fits

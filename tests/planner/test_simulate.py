@@ -17,7 +17,7 @@ from published_runs.decoder import TransformerShape, block_activation_nbytes, tr
 from published_runs.tables import young_interval
 
 from onefold.errors import ConfigError
-from onefold.planner.costs import LinkGroup, gather_cost
+from onefold.planner.costs import HOST_SHARE, LinkGroup, gather_cost
 from onefold.planner.machines import Efficiency, Link, Machine, known_machines, machine_of
 from onefold.planner.simulate import goodput, scaling_curve, slowest_of
 from onefold.planner.work import ModelWork, UnitWork, Work
@@ -283,7 +283,7 @@ def test_a_step_on_the_cpu_that_fits_beside_the_next_forward_costs_nothing():
     """Only the last units' steps are waited for when the CPU is slow."""
     work = work_of(flops=1e10)
     run = way(3, 8, optimizer="cpu", step="cpu")
-    quick = replace(MACHINE, cpu_rate=1e15, host_rate=1e15)
+    quick = replace(MACHINE, cpu_rate=1e15, host_rate=1e15, host_memory_rate=1e17)
     assert timed(work, run, quick).exposed_host == pytest.approx(0, abs=1e-6)
     slow = timed(work, run, replace(MACHINE, cpu_rate=1e7))
     assert slow.bound == "host link"
@@ -305,6 +305,35 @@ def test_states_in_cpu_memory_are_streamed_where_the_link_is_faster_than_the_cor
         for step in ("auto", "cpu")
     )
     assert chosen.seconds == stepped.seconds
+
+
+@pytest.mark.parametrize(
+    ("options", "nbytes"),
+    [({"optimizer": "cpu", "step": "device"}, 2 * 12), ({"optimizer": "cpu", "step": "cpu"}, 30),
+     ({"parameters": "cpu"}, 2)],
+)  # fmt: skip
+def test_ranks_of_a_host_share_its_memory_and_its_bytes_a_second(options, nbytes):
+    """Links and cores of each rank are endless: the memory of the host is what bounds the step."""
+    machine = replace(MACHINE, cpu_rate=1e15, host_rate=1e15, host_memory_rate=1e7 / HOST_SHARE)
+    seconds = {
+        ranks: timed(work_of(), way(3, 64, local_world_size=ranks, **options), machine).seconds
+        for ranks in (1, 2, 8)
+    }
+    for ranks in (2, 8):
+        assert seconds[ranks] == pytest.approx(ranks * seconds[1], rel=0.1)
+    own = UNITS * NUMEL / 64
+    assert seconds[8] >= own * nbytes / (1e7 / 8)
+
+
+def test_one_rank_of_a_host_has_the_cores_of_all():
+    machine = replace(MACHINE, cpu_rate=1e7)
+    alone, full = (
+        timed(
+            work_of(flops=1.0), way(3, 64, local_world_size=n, optimizer="cpu", step="cpu"), machine
+        )
+        for n in (1, 8)
+    )
+    assert full.seconds == pytest.approx(8 * alone.seconds, rel=0.1)
 
 
 def test_a_fraction_of_the_states_leaves_the_rest_on_the_device():

@@ -12,6 +12,7 @@ from torch import nn
 
 from onefold.fit.kept_units import held_by
 from onefold.inference.stream import recipe_of_stream
+from onefold.planner.costs import HostRates
 from onefold.planner.machines import Machine
 from onefold.planner.passes import (
     ForwardTrace,
@@ -229,7 +230,8 @@ class _Batches:
             "launches": work.num_kernels * machine.kernel_seconds,
         }
         inside = machine.inside.nbytes_per_second * efficiency.link
-        rates = {"disk": machine.disk_rate, "host": machine.host_rate, "ranks": inside}
+        host = HostRates.shared_by(machine, self._ask.ranks).link
+        rates = {"disk": machine.disk_rate, "host": host, "ranks": inside}
         link = _link(self._recipe)
         rate = rates[link]
         parts[link] = self._held.read / rate

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from onefold.engine.driving import Action
 from onefold.planner.action_executor import ActionExecutor
-from onefold.planner.costs import Conditions, Cost, costs_of
+from onefold.planner.costs import Conditions, Cost, HostRates, costs_of
 from onefold.planner.machines import Machine
 from onefold.planner.work import Event, EventKind, ModelWork, UnitWork, Work
 
@@ -167,22 +167,27 @@ def durations(
 
 
 def tier_seconds(recipe: Recipe, run: Conditions, machine: Machine) -> dict[str, float]:
-    """Return the seconds per element that one rank's state off the device costs, by stream."""
+    """Return the seconds per element that one rank's state off the device costs, by stream.
+
+    Ranks of a host share its memory: what a step by the cores reads and writes, and all copies.
+    """
     # the simulator is imported without torch
     from onefold.tier.step_device import STREAMED_NBYTES
 
-    host, own, offload = machine.host_rate, run.own_share(recipe), recipe.offload
-    rate = machine.disk_rate if offload.parameters == "disk" else host
-    by_cpu, streamed = run.state_nbytes / machine.cpu_rate, STREAMED_NBYTES / host
+    own, offload = run.own_share(recipe), recipe.offload
+    host = HostRates.shared_by(machine, min(run.near(recipe), recipe.world_size))
+    rate = machine.disk_rate if offload.parameters == "disk" else host.link
+    copied = run.grad_itemsize + run.weight_itemsize * (offload.parameters == "device")
+    by_cpu, streamed = host.stepped(run.state_nbytes, copied), host.streamed(STREAMED_NBYTES)
     wanted = offload.step == "device" or (offload.step == "auto" and streamed < by_cpu)
     streams = offload.optimizer == "cpu" and offload.parameters != "disk" and wanted
     returns = offload.parameters == "device" and not streams
     on_disk = own * (run.state_nbytes - 4) / machine.disk_rate
     return {
-        "flush": own * (STREAMED_NBYTES if streams else run.grad_itemsize) / host,
+        "flush": own * (streamed if streams else host.copied(run.grad_itemsize)),
         "disk": on_disk if offload.optimizer == "disk" else 0.0,
         "cpu": 0.0 if streams else own * by_cpu,
-        "publish": own * run.weight_itemsize / host if returns else 0.0,
+        "publish": own * host.copied(run.weight_itemsize) if returns else 0.0,
         "fetch": own * run.weight_itemsize / rate if offload.parameters != "device" else 0.0,
     }
 

@@ -50,11 +50,15 @@ class Cluster:
 
     @property
     def room(self) -> dict[str, int]:
-        """Bytes of each "device", and of each "host" and its "disk" for all ranks of the host."""
+        """Bytes of each "device", and of each "host" and its "disk" for all ranks of the host.
+
+        Raises: ConfigError: GPUs whose memory nobody knows, which no plan could check.
+        """
         memory = self.memory
-        if memory is None:
-            known = self.described.memory_nbytes if self.described else 0
-            memory = int(known) or free_host_nbytes() // self.ranks
+        if memory is None and self.device_type == "cpu":
+            memory = free_host_nbytes() // max(1, self.ranks)
+        elif memory is None:
+            memory = _memory_of(self.described)
         room = {"device": memory, "host": self.host_memory, "disk": self.disk}
         names = {"device": "memory", "host": "host_memory", "disk": "disk"}
         return {
@@ -146,7 +150,8 @@ def _memory_of(machine: Machine | None) -> int:
         return int(machine.memory_nbytes)
     if accelerator.kind() is None:
         hint = 'mem="80GiB" (--mem 80GiB), or a machine (--gpu h100-80)'
-        raise ConfigError("mem with gpus: the memory of a GPU", "none", hint=hint)
+        wanted = "mem with gpus: nothing can be checked without the memory of a GPU"
+        raise ConfigError(wanted, "none, and no GPU here", hint=hint)
     return accelerator.memory().total
 
 

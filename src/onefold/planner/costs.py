@@ -159,6 +159,45 @@ def gather_cost(
     return Cost(hops + max(inside, outside), sent, links)
 
 
+# the memory of a host
+
+
+HOST_SHARE = 0.8
+"""The share of a data sheet's host memory bandwidth that long copies reach: a typical figure."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostRates:
+    """Bytes per second of one of the ranks that use their host at the same time.
+
+    `link`: one direction between device and host. `cores`: what this rank's cores read and write.
+    `memory`: its share of the memory of the host, which copies and cores use.
+    """
+
+    link: float
+    cores: float
+    memory: float
+
+    @staticmethod
+    def shared_by(machine: Machine, ranks: int) -> HostRates:
+        """Divide the cores of a host and the bandwidth of its memory among `ranks`."""
+        memory = machine.host_memory_rate * HOST_SHARE / ranks
+        cores = machine.cpu_rate * machine.ranks_per_node / ranks
+        return HostRates(min(machine.host_rate, memory), cores, memory)
+
+    def copied(self, nbytes: float) -> float:
+        """Return the seconds of a copy of so many bytes in one direction."""
+        return nbytes / self.link
+
+    def streamed(self, nbytes: float) -> float:
+        """Return the seconds of so many bytes in both directions at once."""
+        return max(nbytes / self.link, 2 * nbytes / self.memory)
+
+    def stepped(self, nbytes: float, copied: float) -> float:
+        """Return the seconds in which cores move `nbytes`, next to copies of `copied` bytes."""
+        return max(nbytes / self.cores, (nbytes + copied) / self.memory)
+
+
 # messages of a unit
 
 

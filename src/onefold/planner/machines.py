@@ -50,7 +50,8 @@ class Machine:
     flops: dense peak per dtype, in FLOP/s.
     inside, outside: bus bandwidth of a collective in the node; a rank's share of network cards.
     host_rate: one direction between device and host.
-    cpu_rate, disk_rate: a rank's share of host memory traffic, and of the disks.
+    cpu_rate, disk_rate: a rank's share of what all cores read and write, and of the disks.
+    host_memory_rate: peak of a node's memory, which all its ranks share.
     kernel_seconds: host time of one kernel launch, which hides behind the kernel before.
     spread: standard deviation of a rank's compute time relative to its mean, for stragglers.
     source: where peaks and memory are published.
@@ -66,6 +67,7 @@ class Machine:
     ranks_per_node: int = 8
     host_rate: float = 25e9
     cpu_rate: float = 20e9
+    host_memory_rate: float = 410e9
     disk_rate: float = 2e9
     kernel_seconds: float = 5e-6
     spread: float = 0.0
@@ -119,7 +121,7 @@ _FIELDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "source": _TEXT,
     **dict.fromkeys((f"flops.{dtype}" for dtype in _DTYPES), _RATE),
     **dict.fromkeys(("memory_rate", "memory_nbytes", "inside_rate", "outside_rate"), _RATE),
-    **dict.fromkeys(("host_rate", "cpu_rate", "disk_rate"), _RATE),
+    **dict.fromkeys(("host_rate", "cpu_rate", "host_memory_rate", "disk_rate"), _RATE),
     **dict.fromkeys(("inside_latency", "outside_latency", "kernel_seconds", "spread"), _SECONDS),
     "ranks_per_node": ("a whole number above 0", lambda value: type(value) is int and value > 0),
     "fit": (f"one of {', '.join(map(repr, FITS))}", lambda value: value in [*FITS]),

@@ -39,6 +39,7 @@ TIERS = {
 }
 SIZE_FLAGS = {"host": "--host-mem", "disk": "--disk"}
 """Flags for the bytes of a place, which is not checked without them."""
+WORDS = {"host": "free host memory", "disk": "free disk"}
 PLACES = {"device": "", "host": " of host memory", "disk": " of disk"}
 
 
@@ -327,7 +328,8 @@ class Plan:
         if places:
             flag_of = {place: flag for place, flag in SIZE_FLAGS.items() if place in places}
             flags = " and ".join(f"{flag} SIZE" for flag in flag_of.values())
-            yield f"?: {' and '.join(flag_of)} of a node not checked: pass {flags}"
+            words = " and ".join(WORDS[place] for place in flag_of)
+            yield f"if: it fits if each node has so much {words}, which was not checked: {flags}"
 
 
 def _named_row(row: Row) -> str:

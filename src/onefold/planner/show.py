@@ -26,6 +26,7 @@ from onefold.text import (
     wrapped,
 )
 
+IF_NODE = "a node has "
 HEADS = {
     "parameters": "params", "gradients": "grads", "optimizer": "optim", "activations": "activ",
     "logits": "logits", "gather window": "window", "secondary shards": "second",
@@ -48,7 +49,7 @@ def short_table(rows: Sequence[Row], best: Row | None) -> list[Table]:
         cells += [format_seconds(row.step.seconds)] if row.step else []
         why = _why(row, best)
         if has_rows:  # four digits of rows leave less room
-            why = why.removeprefix("needs ").replace("bound by", "by")
+            why = why.removeprefix(IF_NODE).replace("bound by", "by")
         lines.append([*cells, why])
     numbers = ">" * (has_rows + 2 + has_times)
     return columns(lines, f">{'<' * has_offload}{numbers}<")
@@ -65,7 +66,7 @@ def html_of(heading: str, rows: Sequence[Row], best: Row | None, script: str) ->
 
 
 def _fits(row: Row) -> str:
-    return "no" if not row.fits else "?" if row.unchecked else "yes"
+    return "no" if not row.fits else "if" if row.unchecked else "yes"
 
 
 def _why(row: Row, best: Row | None) -> str:
@@ -75,7 +76,7 @@ def _why(row: Row, best: Row | None) -> str:
         return "the fastest that fits" if row.step else "the simplest that fits"
     if row.unchecked:
         needs = [f"{format_bytes(nbytes)} {place}" for place, nbytes in row.unchecked.items()]
-        return f"needs {', '.join(needs)}"
+        return f"{IF_NODE}{', '.join(needs)}"
     if row.step and best is not None:
         return f"{row.tokens_per_s / best.tokens_per_s:.2f} x as fast, bound by {row.step.bound}"
     return f"{format_bytes(-row.missing['device'])} free"
