@@ -351,3 +351,18 @@ def test_a_folder_that_cannot_be_tuned_on_chats_is_named(work, change, words, mo
 def encoder(path: Path) -> None:
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "architectures": ["LlamaModel"]}))
+
+
+def test_a_model_that_needs_more_memory_than_is_free_is_refused_with_both(monkeypatch):
+    from onefold.app.finetune.choices import FinetuneJob
+    from onefold.app.finetune.model import choose
+    from onefold.wire.collectives import Group
+    from onefold.wire.world import World
+
+    monkeypatch.setattr("onefold.planner.clusters.free_host_nbytes", lambda: 1 << 20)
+    sizes = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 176}
+    with torch.device("meta"):
+        module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    job = FinetuneJob(model="base", data="rows", out="out", seq=16, offload=None)
+    with pytest.raises(ConfigError, match=r"it would need .*iB on each device, which has 1\.0"):
+        choose(job, module, World(Group.of(None), torch.device("cpu")))

@@ -21,16 +21,21 @@ from onefold.app.train.corpus import Corpus, Split, Windows, open_corpus, own_ro
 from onefold.app.train.job import Job
 from onefold.app.train.loop import preflight, schedule, train
 from onefold.app.train.memory_table import expected_nbytes, measure
-from onefold.app.train.run_record import Progress, TrainObserver
+from onefold.app.train.run_record import Progress, TrainObserver, loss_of_rows
 from onefold.config import STAGES
 from onefold.engine.registry import engine_of
 from onefold.errors import ConfigError
+from onefold.planner.memory import forecast
 from onefold.planner.models.gpt import GPT, PRESETS, GPTConfig
 from onefold.planner.models.loader import build_model, described, logits_of, refuse
+from onefold.planner.trace import tokens_of, trace
 from onefold.recipe import Member, Recipe, UnitRecipe
+from onefold.text import counted, format_bytes
 from onefold.tier.host import memory_nbytes
 from onefold.wire.collectives import Group
 from onefold.wire.world import World
+from tests.support.commands import onefold as onefold_command
+from tests.support.free_memory import has_free
 from tests.support.models import Model
 from tests.support.planned import is_equal
 from tests.support.ranks import run_ranks, seeded
@@ -568,3 +573,49 @@ def test_the_doctor_measures_something_everywhere(tmp_path, monkeypatch):
         "C kernel of AdamW",
     }
     assert not list(tmp_path.iterdir())
+
+
+# the memory of the host
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_run_that_needs_more_memory_than_is_free_is_refused_before_it_fills_it(
+    world_size, folder, monkeypatch
+):
+    """On every rank; with a byte more it runs."""
+
+    def said(model: str, free: int) -> list[str]:
+        job = Job(model=model, data=str(folder), rows=world_size, steps=1, sample=0, seq=16,
+                  stage=0)  # fmt: skip
+        has_free(monkeypatch, free)
+
+        def body(rank: int) -> str:
+            try:
+                train(job, World(Group.of(dist.group.WORLD), CPU), Notes())
+            except ConfigError as error:
+                return str(error)
+            return ""
+
+        return run_ranks(world_size, body)
+
+    for line in said("tiny", 1 << 20):
+        assert f" MiB of memory for each of {counted(world_size, 'rank')} of a host" in line
+        assert f"got {format_bytes((1 << 20) // world_size)} free" in line
+        assert "hint: `onefold plan --model tiny" in line
+    module = unseeded_gpt()
+    seen = trace(module, tokens_of(1, 16), loss=loss_of_rows)
+    recipe = Recipe(stage=STAGES[0], world_size=world_size)
+    needed = forecast(seen, recipe).memory_nbytes
+    missing = needed - sum(parameter.nbytes for parameter in module.parameters())
+    assert missing > 0
+    assert said(UNSEEDED, missing * world_size) == [""] * world_size
+    assert all(said(UNSEEDED, missing * world_size - 1))
+
+
+def test_the_command_says_on_one_line_what_is_needed_and_what_is_free(folder, monkeypatch):
+    has_free(monkeypatch, 1 << 20)
+    done = onefold_command("train", "--data", str(folder), "--ranks", "2", "--seq", "16")
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if "512 KiB free" in line]
+    assert lines
+    assert "MiB of memory for each of 2 ranks of a host" in lines[0]

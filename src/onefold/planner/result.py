@@ -365,4 +365,5 @@ def _advice(plan: Plan) -> str:
     helps += ["--recompute"] * (not plan.recompute)
     helps += ["fewer rows in a micro-batch (--batch)"] * (row.rows > 1)
     ways = ", ".join([*helps, "more devices"])
-    return f"it would need {format_bytes(row.needs['device'])} on each device; {ways} help"
+    need, has = (format_bytes(sizes["device"]) for sizes in (row.needs, row.room))
+    return f"it would need {need} on each device, which has {has}; {ways} help"

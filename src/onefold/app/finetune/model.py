@@ -165,7 +165,7 @@ def _choose(job: FinetuneJob, module: nn.Module, world: World) -> Way:
         return _unplanned(job, precision, str(error).splitlines()[0])
     best = plans[-1]
     if not best.fits:
-        lines = "; ".join(best.explain()[:1])
+        lines = "; ".join(best.explain()[:2])
         hint = "fewer tokens (--seq, --batch), --lora 16, more ranks, or --offload disk:PATH"
         wanted = f"a way to train {job.model!r} on {world.world_size} ranks"
         raise ConfigError(wanted, lines, hint=hint)

@@ -16,6 +16,7 @@ from onefold.app.train.checkpoints import preflight as preflight_checkpoints
 from onefold.app.train.corpus import Corpus, Windows, open_corpus, own_rows
 from onefold.app.train.job import Job
 from onefold.app.train.memory_table import MeasuredMemory, measure
+from onefold.app.train.room import check_room
 from onefold.app.train.run_record import (
     Progress,
     RunRecorder,
@@ -175,6 +176,7 @@ class Trainer:
             whole.to(world.device)
         is_traced = world.rank == 0 and job.model_ranks == 1 and job.row_shares is None
         self.trace = trace_of(job, whole, world) if is_traced else None
+        check_room(job, offload_for(job), whole, self.trace, world)
         self.num_parameters = sum(parameter.numel() for parameter in whole.parameters())
         self.module = self.axes.part_of(whole)
         self.optimizer = torch.optim.AdamW(
