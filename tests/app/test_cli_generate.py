@@ -233,7 +233,7 @@ def test_a_plan_says_in_which_dtype_weights_count_and_what_is_left_out(tmp_path,
     assert len(notes) == bool(said)
     assert said is None or said in notes[0]
     estimates = onefold.plan(str(path), cluster={"ranks": 1, "memory": 1 << 30}, seq=64).estimates
-    assert estimates == notes
+    assert all(told.startswith(note) for told, note in zip(estimates, notes, strict=True))
 
 
 # text

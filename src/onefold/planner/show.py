@@ -26,7 +26,6 @@ from onefold.text import (
     wrapped,
 )
 
-IF_NODE = "a node has "
 HEADS = {
     "parameters": "params", "gradients": "grads", "optimizer": "optim", "activations": "activ",
     "logits": "logits", "gather window": "window", "secondary shards": "second",
@@ -49,7 +48,7 @@ def short_table(rows: Sequence[Row], best: Row | None) -> list[Table]:
         cells += [format_seconds(row.step.seconds)] if row.step else []
         why = _why(row, best)
         if has_rows:  # four digits of rows leave less room
-            why = why.removeprefix(IF_NODE).replace("bound by", "by")
+            why = why.replace("bound by", "by")
         lines.append([*cells, why])
     numbers = ">" * (has_rows + 2 + has_times)
     return columns(lines, f">{'<' * has_offload}{numbers}<")
@@ -75,8 +74,8 @@ def _why(row: Row, best: Row | None) -> str:
     if row is best:
         return "the fastest that fits" if row.step else "the simplest that fits"
     if row.unchecked:
-        needs = [f"{format_bytes(nbytes)} {place}" for place, nbytes in row.unchecked.items()]
-        return f"{IF_NODE}{', '.join(needs)}"
+        (first, own), *others = ((p, format_bytes(n)) for p, n in row.unchecked.items())
+        return ", ".join([f"{first} has {own}", *(f"{place} {n}" for place, n in others)])
     if row.step and best is not None:
         return f"{row.tokens_per_s / best.tokens_per_s:.2f} x as fast, bound by {row.step.bound}"
     return f"{format_bytes(-row.missing['device'])} free"
