@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
 from threading import Lock
@@ -42,6 +43,14 @@ LLAMA = {
     "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": 64, "tie_word_embeddings": False,
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _default_dtype() -> Iterator[None]:
+    """Ranks that are threads may leave behind what transformers sets while it builds in bf16."""
+    before = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(before)
 
 
 def build() -> nn.Module:
