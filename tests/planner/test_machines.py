@@ -311,7 +311,7 @@ def test_the_command_says_what_is_wrong_in_one_line(tmp_path):
     path = str(file_of(tmp_path, ROW.replace("memory_rate = 1e12", "memory_rate = -1")))
     for flags, said in (
         (("--machines", path, "--gpu", "mine"), "memory_rate to be a number above 0, got -1"),
-        (("--machines", path), "--gpu with --machines, got --machines alone"),
+        (("--machines", path), "the name of a GPU with machines, got machines alone"),
         (("--machines", str(tmp_path / "none"), "--gpu", "mine"), "a TOML file at"),
     ):
         done = command("plan", *flags)

@@ -32,7 +32,7 @@ def flags_of_plan(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     )
     monkeypatch.setattr("onefold.app.cli.plan.print_result", lambda *_: None)
     assert main(["plan", "--ranks", "2", "--mem", "4GiB", "--seq", "16"]) == 0
-    return seen[0] - {"run", "default_of", "command"}
+    return seen[0] - {"run", "default_of", "command", "words"}
 
 
 def test_the_command_and_the_function_take_the_same_arguments(monkeypatch):

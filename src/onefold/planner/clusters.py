@@ -117,7 +117,7 @@ class Devices:
         """
         if self.machines is not None and name is None:
             hint = "--gpu NAME, with a name of the file; cluster='NAME' in Python"
-            raise ConfigError("a machine with machines", "machines alone", hint=hint)
+            raise ConfigError("the name of a GPU with machines", "machines alone", hint=hint)
         if self.ranks is not None and name is not None:
             raise _not_both("ranks alone", "a machine with GPUs, too")
         machine = None if name is None else machine_of(name, self.known)

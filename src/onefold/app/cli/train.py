@@ -73,8 +73,7 @@ def add_to(commands: SubParsers) -> None:
     task("--clip", type=partial(real, least=0), default=DEFAULTS.clip, help="largest gradient "
         "norm, 0 for any")
     task("--seed", type=natural, default=DEFAULTS.seed, help="of initial weights, batches and text")
-    task("--sample", type=natural, default=DEFAULTS.sample, help="bytes of text to write at the "
-        "end")
+    task("--sample", type=natural, default=DEFAULTS.sample, help="bytes of text at the end")
     ranks("--ranks", type=positive, help="local processes to start (default: one for each GPU, or "
         "2)")
     ranks("--rows", type=or_auto(weights), metavar="auto|W,W", help="rows of a step that each rank "
