@@ -4,6 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
+# where torch comes from, if not from pip's own index. On Linux the public index has builds with
+# CUDA; without a GPU: make train TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
+
 DISK ?= /var/tmp
 
 # tests start hundreds of processes: each would compile all that it imports
@@ -49,7 +53,8 @@ OTHER := build/torch-$(TORCH)-$(notdir $(PYTHON))
 test-torch:
 	$(PYTHON) -m venv $(OTHER)
 	grep -v '^torch==' constraints.txt > $(OTHER)/constraints.txt
-	$(OTHER)/bin/python -m pip install --quiet --constraint $(OTHER)/constraints.txt torch==$(TORCH)
+	$(OTHER)/bin/python -m pip install --quiet --constraint $(OTHER)/constraints.txt \
+		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==$(TORCH)
 	$(OTHER)/bin/python -m pip install --quiet --constraint $(OTHER)/constraints.txt --editable '.[dev,hf]'
 	$(OTHER)/bin/python -m pytest --numprocesses 2 --dist worksteal -m "not process" tests/laws
 
@@ -102,10 +107,13 @@ clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	rm -f src/onefold/wire/kernels/*.so
 
-# torch first and pinned: on Linux an unpinned one pulls gigabytes that a CPU does not need
-$(VENV)/train.done: pyproject.toml constraints.txt hatch_build.py $(KERNELS)
+$(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) torch
+
+# torch first: what follows takes the build that is there. A local version such as 2.13.0+cpu comes
+# before the same one of another index
+$(VENV)/train.done: pyproject.toml constraints.txt hatch_build.py $(KERNELS) | $(BIN)/python
+	$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 	$(PIP) --editable .
 	touch $@
 
@@ -113,12 +121,13 @@ $(VENV)/dev.done: $(VENV)/train.done
 	$(PIP) --editable '.[dev,integrations]'
 	touch $@
 
-$(VENV)/docs.done: $(VENV)/dev.done
-	$(PIP) --editable '.[dev,docs]'
+$(VENV)/docs.done: $(VENV)/train.done
+	$(PIP) --editable '.[docs]'
 	touch $@
 
-$(VENV)/package.done: $(VENV)/train.done
-	$(PIP) --editable '.[package]'
+# without torch: a build installs nothing of ours
+$(VENV)/package.done: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) build twine
 	touch $@
 
 # DeepSpeed's build needs its tools, and torch, in the environment before it

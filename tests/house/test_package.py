@@ -97,3 +97,38 @@ def test_forms_and_files_of_the_repository_parse_and_name_no_person_or_address()
         assert yaml.safe_load(path.read_text())
     for name in ("SECURITY.md", "CODE_OF_CONDUCT.md", "CITATION.cff", "Dockerfile"):
         assert "@" not in (ROOT / name).read_text()
+
+
+def test_a_release_and_the_site_wait_for_the_whole_of_continuous_integration():
+    read = {path.stem: yaml.safe_load(path.read_text())["jobs"] for path in WORKFLOWS}
+    for name, needed in (("release", {"ci", "wheels"}), ("site", {"ci"})):
+        jobs = read[name]
+        assert jobs["ci"]["uses"] == "./.github/workflows/ci.yml"
+        needs = jobs["publish"]["needs"]
+        assert ({needs} if isinstance(needs, str) else set(needs)) == needed
+
+
+def test_the_workflow_tests_the_oldest_and_the_newest_torch_that_the_metadata_allows():
+    torch = next(each for each in PROJECT["dependencies"] if each.startswith("torch"))
+    oldest, above = re.findall(r"2\.(\d+)", torch)
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+    tested = [each["torch"] for each in jobs["torch"]["strategy"]["matrix"]["include"]]
+    assert tested == [f"2.{oldest}.0", f"2.{int(above) - 1}.0"]
+
+
+def test_building_the_package_installs_no_torch_and_building_the_site_no_integration():
+    makefile = (ROOT / "Makefile").read_text()
+    rules = dict(re.findall(r"^\$\(VENV\)/(\w+)\.done:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE))
+    needs = dict(re.findall(r"^\$\(VENV\)/(\w+)\.done:(.*)", makefile, re.MULTILINE))
+    assert "torch" not in rules["package"]
+    assert ".done" not in needs["package"]
+    assert "dev" not in rules["docs"] + needs["docs"]
+
+
+def test_the_image_pins_python_and_torch_and_does_not_run_as_root():
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    pinned = re.search(r"^torch==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned is not None
+    assert f'ARG TORCH="torch=={pinned[1]}"' in lines
+    assert any(re.fullmatch(r"FROM python:3\.\d+\.\d+-slim-\w+", line) for line in lines)
+    assert "USER onefold" in lines
