@@ -12,19 +12,21 @@ BOOSTS = {"start/": 4.0, "guides/": 3.0, "coming-from/": 2.0, "reference/": 0.5}
 """Factors on the score of pages, by the beginning of their path."""
 
 SYNONYMS = {
-    "start/install.md": "pip install, setup, macOS, Windows, Linux",
-    "start/your-script.md": "shard, shard a script, shard a model, sharding, sampler",
+    "start/install.md": "pip install, setup, macOS, Windows, Linux, docker, container, Dockerfile",
+    "start/your-script.md": "shard, shard a script, shard a model, sharding, sampler, "
+    "learning rate scheduler, lr_scheduler, gradient clipping, clip_grad_norm_, tokens per second",
     "start/first-8-gpus.md": "8 GPUs, multi-GPU, multiple GPUs, torchrun, single node",
     "start/several-machines.md": "multi-node, multiple nodes",
     "guides/out-of-memory.md": "OOM, CUDA out of memory, OutOfMemoryError, exit code 137, "
     "activation checkpointing, recompute",
-    "guides/choose-a-stage.md": "ZeRO-1, ZeRO-2, ZeRO-3, memory estimate, plan",
+    "guides/choose-a-stage.md": "ZeRO-1, ZeRO-2, ZeRO-3, zero1, zero2, zero3, memory estimate, "
+    "plan, will it fit, llama 70b",
     "guides/larger-than-memory.md": "offload, CPU offload, NVMe, ZeRO-Infinity, ZeRO-Offload",
     "guides/checkpoints.md": "resume, checkpoint, save checkpoint, load checkpoint, save model, "
     "checkpoints, safetensors, preemption",
     "guides/data-position.md": "dataloader, skip batches, RowSampler",
     "guides/accumulation.md": "gradient accumulation, micro-batch, no_sync",
-    "guides/precision.md": "bf16, fp16, AMP, autocast, GradScaler",
+    "guides/precision.md": "bf16, fp16, AMP, autocast, GradScaler, fp8, float8",
     "guides/trainer.md": "Hugging Face, wandb, Weights & Biases, TensorBoard, MLflow",
     "guides/trl.md": "SFT, DPO, GRPO, RLHF, vLLM",
     "guides/adapters.md": "LoRA, PEFT, DoRA",
@@ -36,13 +38,20 @@ SYNONYMS = {
     "guides/clusters.md": "SLURM, Kubernetes, Ray, NCCL, gloo, firewall",
     "guides/troubleshooting.md": "error, hang, timeout, deadlock, NCCL timeout, watchdog, NaN, "
     "wrong loss, loss differs",
-    "guides/evaluation.md": "generate, inference, eval",
+    "guides/evaluation.md": "generate, eval, evaluation",
     "guides/report-page.md": "profile, profiler, trace, slow step",
-    "guides/sequence-parallel.md": "context parallel, Ulysses, long context",
+    "guides/sequence-parallel.md": "context parallel, Ulysses, long context, ring attention",
+    "guides/tensor-parallel.md": "tensor parallel, TP",
+    "guides/pipeline.md": "pipeline parallel, PP",
+    "guides/inference.md": "inference, streaming",
+    "guides/kv-cache.md": "kv cache, key-value cache",
+    "guides/ema.md": "EMA, moving average",
+    "guides/finetune.md": "fine-tune, finetune, fine-tuning",
+    "reference/optimizers.md": "optimizer, AdamW, Adafactor",
     "guides/experts.md": "MoE, mixture of experts, expert parallel",
     "coming-from/ddp.md": "DDP, DistributedDataParallel",
     "coming-from/fsdp2.md": "FSDP, FSDP2, fully_shard, FullyShardedDataParallel",
-    "coming-from/deepspeed.md": "DeepSpeed, ds_config",
+    "coming-from/deepspeed.md": "DeepSpeed, ds_config, deepspeed checkpoint, checkpoint of DeepSpeed, zero_to_fp32",
 }
 """Words that the search matches on a page before all others. No page shows them. A page of the
 reference has the names that it describes, such as `onefold.shard`."""

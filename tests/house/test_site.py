@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import onefold
+
 pytest.importorskip("mkdocs")
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +38,38 @@ FIRST = {
     "diloco": "guides/islands.html",
     "zero++": "guides/slow-links.html",
     "shard": "start/your-script.html",
+    "zero3": "guides/choose-a-stage.html",
+    "will it fit": "guides/choose-a-stage.html",
+    "llama 70b": "guides/choose-a-stage.html",
+    "memory estimate": "guides/choose-a-stage.html",
+    "docker": "start/install.html",
+    "fp8": "guides/precision.html",
+    "bf16": "guides/precision.html",
+    "deepspeed checkpoint": "coming-from/deepspeed.html",
+    "tokens per second": "start/your-script.html",
+    "learning rate scheduler": "start/your-script.html",
+    "gradient clipping": "start/your-script.html",
+    "multi-node": "start/several-machines.html",
+    "offload": "guides/larger-than-memory.html",
+    "nvme": "guides/larger-than-memory.html",
+    "qlora": "guides/qlora.html",
+    "tensorboard": "guides/trainer.html",
+    "fine-tune": "guides/finetune.html",
+    "sft": "guides/trl.html",
+    "lightning": "guides/lightning.html",
+    "accelerate": "guides/accelerate.html",
+    "tensor parallel": "guides/tensor-parallel.html",
+    "pipeline parallel": "guides/pipeline.html",
+    "context parallel": "guides/sequence-parallel.html",
+    "moe": "guides/experts.html",
+    "inference": "guides/inference.html",
+    "kv cache": "guides/kv-cache.html",
+    "ema": "guides/ema.html",
+    "evaluation": "guides/evaluation.html",
+    "profiler": "guides/report-page.html",
+    "nccl timeout": "guides/troubleshooting.html",
+    "dataloader": "guides/data-position.html",
+    "torch.compile": "guides/compile.html",
     "onefold.shard": "reference/training.html",
     "onefold.save": "reference/checkpoints.html",
 }
@@ -101,3 +135,22 @@ def test_no_page_shows_an_escaped_pipe(site):
         if "\\|" in re.sub(r"<(script|style)\b.*?</\1>", "", path.read_text(), flags=re.S)
     ]
     assert wrong == []
+
+
+def test_each_page_leads_on_and_says_its_version(site):
+    version = onefold.__version__
+    pages = [path for path in site.rglob("*.html") if "adr" not in path.parts]
+    assert [p.name for p in pages if f"Onefold {version}" not in p.read_text()] == []
+    followed = (site / "start" / "first-run.html").read_text()
+    assert 'rel="prev"' in followed or "md-footer__link--prev" in followed
+    assert "md-footer__link--next" in followed
+
+
+def test_the_home_page_has_a_claim_a_line_a_figure_and_three_doors(site):
+    page = (site / "index.html").read_text()
+    doors = re.search(r'<div class="grid cards">(.*?)</div>', page, re.S)
+    assert doors is not None
+    leads = re.findall(r'<strong><a href="([^"]+)">', doors[1])
+    assert leads == ["guides/finetune.html", "start/your-script.html", "guides/choose-a-stage.html"]
+    line = page.index("then train as before")
+    assert line < page.index("memory-light.svg") < page.index("grid cards")
