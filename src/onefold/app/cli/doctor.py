@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Measure memory, disk and the link between local ranks, and check versions,
-backends and limits. A line begins with ok, warn (a run may be slow or end
+backends and limits; with nvidia-ml-py also NVLink, PCIe lanes and clocks
+of GPUs. A line begins with ok, warn (a run may be slow or end
 early) or fail (it cannot start: exit code 1); the remedy is below. Then a
 table of the ranks: free memory, speed of matrix products and copies, slowest
 link; and the shares of rows and states that they suggest. Takes a few seconds.

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from onefold.app.tools.bandwidth import measure_link
+from onefold.app.tools.gpu_health import gpu_health, judged_gpus
 from onefold.compat import lacks
 from onefold.engine.adam_kernel import kernel
 from onefold.fit import rates
@@ -81,7 +82,7 @@ def describe() -> HostReport:
             "nccl": dist.is_available() and dist.is_nccl_available(),
         },
         gpus=[_gpu(index) for index in range(accelerator.count())],
-        limits=_limits(),
+        limits=[*_limits(), *_gpu_checks()],
     )
 
 
@@ -156,6 +157,12 @@ def _judged(table: Sequence[tuple[str, str, str, bool, str]]) -> list[Check]:
         for name, value, level, hurts, remedy in table
         if value
     ]
+
+
+def _gpu_checks() -> list[Check]:
+    """Judge what the driver says of the GPUs, where it can be asked."""
+    found = judged_gpus(gpu_health())
+    return _judged([(name, value, WARN, hurts, remedy) for name, value, hurts, remedy in found])
 
 
 def _limits() -> list[Check]:
