@@ -143,6 +143,8 @@ def precision_of(choice: object) -> Precision:
     if isinstance(choice, torch.dtype):
         choice = next((word for word, p in PRECISIONS.items() if p.compute is choice), choice)
     otherwise = "None computes in the parameters' own dtype"
+    if isinstance(choice, str) and choice.lower().startswith(("fp8", "float8")):
+        otherwise = f"there is no training in float8; {otherwise}"
     return value_of(choice, Precision, PRECISIONS, "precision", otherwise)
 
 

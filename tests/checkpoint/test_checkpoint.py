@@ -1558,3 +1558,11 @@ def test_a_checkpoint_of_an_earlier_version_loads(world_size, tmp_path):
     for values in run_ranks(world_size, body):
         for name, weight in plain.named_parameters():
             torch.testing.assert_close(values[name], weight.detach(), rtol=1e-6, atol=1e-6)
+
+
+def test_an_optimizer_in_the_place_of_the_module_is_refused_by_the_order_of_arguments(tmp_path):
+    module = onefold.shard(nn.Linear(2, 2), stage=3)
+    optimizer = torch.optim.SGD(module.parameters())
+    for call in (onefold.save, onefold.load):
+        with pytest.raises(onefold.ConfigError, match=r"got a SGD\nhint: .*path, module, optimi"):
+            call(tmp_path, optimizer, module)

@@ -674,3 +674,9 @@ def test_packed_sequences_and_named_tuples_are_cast_as_tensors_are(stage, world_
         loss.backward()
 
     run_ranks(world_size, compute)
+
+
+@pytest.mark.parametrize("word", ["fp8", "FP8", "float8_e4m3fn"])
+def test_float8_is_refused_with_the_reason(word):
+    with pytest.raises(onefold.ConfigError, match="there is no training in float8"):
+        onefold.shard(nn.Linear(2, 2), precision=word)

@@ -155,3 +155,11 @@ def test_what_was_not_checked_is_said_in_words():
     )  # fmt: skip
     assert "if each node" not in str(whole)
     assert whole.fits
+
+
+def test_a_plan_in_a_list_or_a_debugger_is_one_line():
+    text = repr(onefold.plan("tiny", seq=16))
+    assert "\n" not in text
+    assert len(text) < 200
+    assert "tiny" in text
+    assert "fits" in text

@@ -24,7 +24,7 @@ from onefold.engine.joining import binding_of
 from onefold.engine.pipelined import TIE, TiedCopy
 from onefold.engine.registry import engine_of
 from onefold.engine.structure import rename
-from onefold.errors import CheckpointError
+from onefold.errors import CheckpointError, ConfigError
 from onefold.layout.ledger import Ledger
 from onefold.layout.module_tree import ModuleTree, uncompiled
 from onefold.unit.parameter import UnitParameter
@@ -238,6 +238,11 @@ class Stages:
         Raises `CheckpointError` for several modules without a pipeline; on every rank, for other
         modules than all stages of a rank, and for axes that do not multiply to the world.
         """
+        if not isinstance(modules, nn.Module | Sequence):
+            hint = "for example onefold.save(path, module, optimizer)"
+            raise ConfigError(
+                "a module, or all stages of a rank", f"a {type(modules).__name__}", hint=hint
+            )
         wrapped = [modules] if isinstance(modules, nn.Module) else modules
         own = tuple(map(uncompiled, wrapped))
         engines = list(map(engine_of, own))

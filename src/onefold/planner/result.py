@@ -247,6 +247,9 @@ class Plan:
     def __str__(self) -> str:
         return "\n".join(self.lines(is_wide=False))
 
+    def __repr__(self) -> str:
+        return f"<Plan: {self._heading()}; {self.explain()[0]}>"
+
     def _repr_html_(self) -> str:
         """Return the plan as HTML, as notebooks show it."""
         return html_of(self._heading(), self.rows, self.best, self.script)
