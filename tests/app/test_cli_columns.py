@@ -94,7 +94,7 @@ RANKS = [
 WAYS = [
     ("stage", "offload", "memory", "fits", "step", "why"),
     ("*1", "none", "62.05 GiB", "yes", "1.70 s", "the fastest that fits"),
-    ("3", "optimizer", "23.66 GiB", "if", "14.4 s", "host has 4.20 GiB, disk 89.7 GiB"),
+    ("3", "optimizer", "23.66 GiB", "if", "14.4 s", "needs host 4.20 GiB, disk 89.7 GiB"),
 ]
 
 

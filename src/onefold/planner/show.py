@@ -75,7 +75,7 @@ def _why(row: Row, best: Row | None) -> str:
         return "the fastest that fits" if row.step else "the simplest that fits"
     if row.unchecked:
         (first, own), *others = ((p, format_bytes(n)) for p, n in row.unchecked.items())
-        return ", ".join([f"{first} has {own}", *(f"{place} {n}" for place, n in others)])
+        return ", ".join([f"needs {first} {own}", *(f"{place} {n}" for place, n in others)])
     if row.step and best is not None:
         return f"{row.tokens_per_s / best.tokens_per_s:.2f} x as fast, bound by {row.step.bound}"
     return f"{format_bytes(-row.missing['device'])} free"
