@@ -51,7 +51,8 @@ SYNONYMS = {
     "guides/experts.md": "MoE, mixture of experts, expert parallel",
     "coming-from/ddp.md": "DDP, DistributedDataParallel",
     "coming-from/fsdp2.md": "FSDP, FSDP2, fully_shard, FullyShardedDataParallel",
-    "coming-from/deepspeed.md": "DeepSpeed, ds_config, deepspeed checkpoint, checkpoint of DeepSpeed, zero_to_fp32",
+    "coming-from/deepspeed.md": "DeepSpeed, ds_config, deepspeed checkpoint, "
+    "checkpoint of DeepSpeed, zero_to_fp32",
 }
 """Words that the search matches on a page before all others. No page shows them. A page of the
 reference has the names that it describes, such as `onefold.shard`."""

@@ -365,4 +365,4 @@ def test_a_model_that_needs_more_memory_than_is_free_is_refused_with_both(monkey
         module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
     job = FinetuneJob(model="base", data="rows", out="out", seq=16, offload=None)
     with pytest.raises(ConfigError, match=r"it would need .*iB on each device, which has 1\.0"):
-        choose(job, module, World(Group.of(None), torch.device("cpu")))
+        choose(job, module, World(Group.from_handle(None), torch.device("cpu")))

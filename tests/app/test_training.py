@@ -591,7 +591,7 @@ def test_a_run_that_needs_more_memory_than_is_free_is_refused_before_it_fills_it
 
         def body(rank: int) -> str:
             try:
-                train(job, World(Group.of(dist.group.WORLD), CPU), Notes())
+                train(job, World(Group.from_handle(dist.group.WORLD), CPU), Notes())
             except ConfigError as error:
                 return str(error)
             return ""

@@ -17,7 +17,7 @@ import torch
 
 import onefold
 from onefold.app.cli.config_file import COPY
-from onefold.recording.page import page, read, write
+from onefold.recording.page import page, read_report, write_report
 from onefold.recording.page_data import FIRST, MAX_POINTS, averaged, contents, report_of, view_of
 from onefold.recording.run_report import RunReport, Training
 from onefold.recording.step_record import KINDS, TORCH, VERBS, Change, SpanLine, StepRecord
@@ -101,7 +101,7 @@ def parsed(report: RunReport) -> ElementTree.Element:
 
 def drawn(report: RunReport, folder: Path) -> ElementTree.Element:
     """The page as a browser has drawn it, without a word on the console."""
-    write(folder, report, [])
+    write_report(folder, report, [])
     done = browse(folder, "--dump-dom")
     assert "CONSOLE" not in done.stderr
     return tree(done.stdout.replace("<!DOCTYPE html>", "<!DOCTYPE html>\n", 1).strip())
@@ -202,7 +202,7 @@ def test_a_saved_recording_has_the_bytes_of_stage_0(tmp_path):
         return sum(parameter.numel() for parameter in module.parameters())
 
     numel = run_ranks(2, body)[0]
-    stage0 = read(tmp_path / "1").stage0
+    stage0 = read_report(tmp_path / "1").stage0
     assert stage0["weight"] == stage0["grad"] >= 4 * numel
     assert stage0["optimizer"] == 2 * stage0["weight"]
 
@@ -294,7 +294,7 @@ def test_the_predicted_line_stands_where_the_plans_units_were_computed():
 
 
 def test_report_draws_the_page_again_and_prints_a_summary(tmp_path):
-    write(tmp_path, made_up.report(plan=made_up.plan()), [made_up.record()])
+    write_report(tmp_path, made_up.report(plan=made_up.plan()), [made_up.record()])
     drawn = (tmp_path / "index.html").read_text()
     (tmp_path / "index.html").unlink()
     done = command("report", str(tmp_path))
@@ -310,7 +310,7 @@ def test_report_draws_the_page_again_and_prints_a_summary(tmp_path):
 
 
 def test_a_page_is_drawn_without_torch(tmp_path):
-    write(tmp_path, made_up.report(), [made_up.record()])
+    write_report(tmp_path, made_up.report(), [made_up.record()])
     code = (
         "import sys; from onefold.app.cli.main import main; "
         f"main(['report', {str(tmp_path)!r}, '--json']); print('torch' in sys.modules)"
@@ -371,7 +371,7 @@ def test_train_writes_the_three_files_of_its_two_ranks(tmp_path):
     folder = Path(told["report"]).parent
     files = ["index.html", "report.json", "trace.json"]
     assert sorted(p.name for p in folder.iterdir()) == [COPY, *files], "and its flags"
-    report = read(folder)
+    report = read_report(folder)
     found = [(view.recorded, view.line.rank) for view in report.views]
     assert found == [(3, 0), (3, 1), (4, 0), (4, 1)]
     assert len(report.training.peaks if report.training else ()) == 4
@@ -390,7 +390,7 @@ def test_two_runs_of_one_model_are_compared_and_two_models_refused(tmp_path):
     second = made_up.report(slow, slow, about={"model": "blocks"})
     other = made_up.report(units=(*units, *units))
     for name, report in (("a", first), ("b", second), ("c", other)):
-        write(tmp_path / name, report, [])
+        write_report(tmp_path / name, report, [])
     done = command("report", str(tmp_path / "a"), str(tmp_path / "b"))
     assert (done.returncode, done.stderr) == (0, "")
     (row,) = [line for line in done.stdout.splitlines() if line.startswith("recorded step")]
@@ -521,7 +521,7 @@ def test_a_thousand_steps_of_64_ranks_open_in_two_seconds_and_let_a_reader_choos
 def test_a_comparison_is_drawn_with_both_runs(tmp_path):
     first = made_up.report()
     second = made_up.report(about={"model": "blocks", "stage": 3})
-    write(tmp_path, second, [])
+    write_report(tmp_path, second, [])
     (tmp_path / "index.html").write_text(page(second, first))
     done = browse(tmp_path, "--dump-dom")
     assert "CONSOLE" not in done.stderr
@@ -571,8 +571,8 @@ addEventListener('load', () => {
 @needs_chromium
 @pytest.mark.parametrize("width", [360, 1280])
 def test_nothing_is_cut_off_and_letters_stay_readable(tmp_path, width):
-    write(tmp_path, made_up.report(plan=made_up.plan()), [made_up.record()])
-    write(tmp_path / "inner", made_up.report(plan=made_up.plan()), [made_up.record()])
+    write_report(tmp_path, made_up.report(plan=made_up.plan()), [made_up.record()])
+    write_report(tmp_path / "inner", made_up.report(plan=made_up.plan()), [made_up.record()])
     (tmp_path / "inner" / "index.html").rename(tmp_path / "page.html")
     (tmp_path / "index.html").write_text((PROBE % width).replace("index.html", "page.html"))
     done = browse(tmp_path, "--dump-dom", "--allow-file-access-from-files")
@@ -589,7 +589,7 @@ def test_nothing_is_cut_off_and_letters_stay_readable(tmp_path, width):
 
 @needs_chromium
 def test_it_prints_on_paper(tmp_path):
-    write(tmp_path, made_up.report(plan=made_up.plan()), [made_up.record()])
+    write_report(tmp_path, made_up.report(plan=made_up.plan()), [made_up.record()])
     target = tmp_path / "page.pdf"
     browse(tmp_path, f"--print-to-pdf={target}", "--no-pdf-header-footer")
     pages = len(re.findall(rb"/Type\s*/Page\b", target.read_bytes()))
