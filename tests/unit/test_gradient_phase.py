@@ -15,6 +15,7 @@ import onefold
 from onefold import Offload, Wire
 from onefold.engine.registry import engine_of
 from onefold.errors import StateError
+from onefold.unit.gradient import UnitGradient
 from onefold.unit.gradient_phase import GradientPhase as Phase
 from tests.support.ranks import run_ranks, seeded
 
@@ -43,11 +44,11 @@ MADE = {
 def moves_of(name: str, monkeypatch: pytest.MonkeyPatch) -> set[tuple[Phase, Phase]]:
     """The moves of two steps on all ranks, the first over two micro-batches."""
     world_size, options = STEPS[name]
-    moves, then = set[tuple[Phase, Phase]](), Phase.then
+    moves, enter = set[tuple[Phase, Phase]](), UnitGradient._enter
 
-    def note(now: Phase, phase: Phase, spec: Any) -> Phase:
-        moves.add((now, phase))
-        return then(now, phase, spec)
+    def note(gradient: UnitGradient, phase: Phase) -> None:
+        moves.add((gradient.phase, phase))
+        enter(gradient, phase)
 
     def train(rank: int) -> None:
         module = seeded(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))))
@@ -65,7 +66,7 @@ def moves_of(name: str, monkeypatch: pytest.MonkeyPatch) -> set[tuple[Phase, Pha
         del optimizer
 
     with monkeypatch.context() as patch:
-        patch.setattr(Phase, "then", note)
+        patch.setattr(UnitGradient, "_enter", note)
         run_ranks(world_size, train)
     return moves
 

@@ -176,10 +176,10 @@ def test_the_note_names_the_rank_and_phase_and_holds_the_bytes_of_the_ledger(
 
 def test_an_error_that_passes_two_seams_is_explained_once_and_as_it_was_at_the_first():
     ledger = Ledger(rank="rank 0 of 1")
-    ledger.enter("in forward", "first")
+    ledger.running[:] = "in forward", "first"
     error = torch.OutOfMemoryError(SAID)
     explain(error, ledger, "gather of unit 'second'")
-    ledger.enter("in step")
+    ledger.running[:] = "in step", ""
     ledger.add(Kind.GRAD, "device", 5)
     with pytest.raises(torch.OutOfMemoryError) as raised, explained(ledger):
         raise error

@@ -22,6 +22,9 @@ from onefold.wire.collectives import Group
 ADDED = ("sum", "dot", "vdot", "any")
 """Names of functions whose result over all rows is the sum (of `any`: above 0) of the ranks'."""
 
+Replaced = tuple[tuple[Any, ...], dict[str, Any]] | None
+"""Arguments of a step in the place of those of its caller, as torch's pre-hooks return them."""
+
 
 def summed_rows(total: Callable[[Tensor], Tensor]) -> type[Tensor]:
     """Return a class of tensors, the rows of one rank, whose sums are those over all ranks.
@@ -57,9 +60,7 @@ def _drops_rows(result: Tensor, args: tuple[Any, ...]) -> bool:
         return result.dim() == 0 and any(isinstance(arg, Tensor) and arg.dim() > 0 for arg in args)
 
 
-def share_losses(
-    group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def share_losses(group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Replaced:
     """Let a step's closure return the mean loss of all ranks, so that all search alike."""
     optimizer, *rest = args
     closure = rest[0] if rest else kwargs.get("closure")

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from onefold.engine.behaviour import behaviour_of, moments_of_group
 from onefold.engine.blocks import reserve_slots
-from onefold.engine.coupled import EvaluatedClosure, share_losses, summed_rows
+from onefold.engine.coupled import EvaluatedClosure, Replaced, share_losses, summed_rows
 from onefold.engine.engine import Engine
 from onefold.engine.flat_groups import FlatStep, with_numbers_on
 from onefold.engine.looks import Looks
@@ -43,7 +43,7 @@ from onefold.engine.swaps import watch_swaps
 from onefold.errors import StateError
 from onefold.layout.ledger import Account, Kind
 from onefold.unit.parameter import UnitParameter
-from onefold.unit.shortage import explained
+from onefold.unit.shortage import explain, explained
 from onefold.unit.unit import Unit
 
 
@@ -192,9 +192,7 @@ class OptimizerBinding:
     # around the class's own step
 
     @torch._disable_dynamo  # [Note: torch.compile] in hooks.py
-    def before_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: State
-    ) -> tuple[tuple[Any, ...], State] | None:
+    def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: State) -> Replaced:
         """Replace sharded parameters by the tensors to step. Runs after every other pre-hook."""
         if self._is_entered:  # a subclass's step that calls its base class's
             return None
@@ -216,8 +214,7 @@ class OptimizerBinding:
             foreign.append([tensor for tensor, p in known if p is None])  # of no engine
         if not any(groups):
             self._check_trains(optimizer)
-        with explained(self.engines[0].ledger):
-            stand_ins = self._strategy.enter(groups, self._rules(optimizer))
+        stand_ins = self._stand_ins(optimizer, groups)
         self._common = common_state(optimizer.state)
         others = {tensor for group in foreign for tensor in group} & optimizer.state.keys()
         kept = {tensor: optimizer.state[tensor] for tensor in others}
@@ -347,9 +344,14 @@ class OptimizerBinding:
             return []
         return [rule_of(optimizer, group) for group in optimizer.param_groups]
 
-    def _evaluate_closure(
-        self, args: tuple[Any, ...], kwargs: State
-    ) -> tuple[tuple[Any, ...], State] | None:
+    def _stand_ins(self, optimizer: Optimizer, groups: list[list[UnitParameter]]) -> Any:
+        try:
+            return self._strategy.enter(groups, self._rules(optimizer))
+        except BaseException as error:
+            explain(error, self.engines[0].ledger)
+            raise
+
+    def _evaluate_closure(self, args: tuple[Any, ...], kwargs: State) -> Replaced:
         """Run the closure before the swap: its forward and backward need sharded parameters."""
         optimizer, *rest = args
         closure = rest[0] if rest else kwargs.get("closure")

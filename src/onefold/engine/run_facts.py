@@ -137,7 +137,7 @@ class Marks:
     """Tells lanes and observers when a phase of a step runs, and observers when a call computes."""
 
     def __init__(self, ledger: Ledger, lanes: PhaseNow) -> None:
-        self._ledger = ledger
+        self._ledger, self._running = ledger, ledger.running
         self._lanes = lanes
         self._name = self._unit = ""
         self._phase: Span | None = None
@@ -146,7 +146,7 @@ class Marks:
         """Begin a phase: "forward", "backward" or "step". End one that was left open."""
         self.end()
         self._name = phase
-        self._ledger.enter(f"in {phase}")
+        self._running[:] = f"in {phase}", ""
         self._lanes.begin(lane)
         if phase == "backward":
             self._ledger.begin_backward()
@@ -156,7 +156,7 @@ class Marks:
     def end(self) -> None:
         """End the phase."""
         if self._name:
-            self._ledger.enter(f"after {self._name}")
+            self._running[:] = f"after {self._name}", ""
         self._lanes.begin(CALL)
         phase, self._phase, self._name = self._phase, None, ""
         if phase is not None:
@@ -165,14 +165,15 @@ class Marks:
     def enter(self, call: Call, verb: str, unit: str) -> None:
         """Begin the compute of a call, whose unit is unsharded now."""
         self._unit = unit
-        self._ledger.enter(f"in {verb}", unit)
+        self._running[:] = f"in {verb}", unit
         if self._ledger.observer is not None:
             call.observe(self._ledger.observer.begin(Stream.COMPUTE, verb, unit))
 
     def leave(self, *calls: Call) -> None:
         """End the compute of calls: their forward, or their part of backward."""
         if calls and self._name:  # a block that was recomputed is about to run its backward
-            self._ledger.enter(f"in {self._name}", self._unit if self._name == "backward" else "")
+            unit = self._unit if self._name == "backward" else ""
+            self._running[:] = f"in {self._name}", unit
         for call in calls:
             if call.span is not None:
                 call.observe(None)

@@ -69,8 +69,9 @@ class Ledger:
     rank: str = "this rank"  # its number, for errors
     handed_out: Callable[[], int] | None = None  # by a device's allocator, to all tensors
     observer: Observer | None = None  # who watches the running step
-    _running: tuple[str, str] = ("before the first forward", "")  # for errors; see `enter`
-    _at_failure: str = ""  # what ran and was held when a backward failed
+    # for errors: what runs now and of which unit, such as "in forward"; behind them what was held
+    # when it failed. A list that its writers fill, as a call for each of them would cost a step
+    running: list[str] = field(default_factory=lambda: ["before the first forward", ""])
     # `traffic` where the last step began and ended, and who has stepped in it
     _begun: dict[str, Traffic] = field(default_factory=dict[str, Traffic])
     _ended: dict[str, Traffic] = field(default_factory=dict[str, Traffic])
@@ -118,19 +119,15 @@ class Ledger:
             for tier, held in tiers.items()
         ) or "nothing"  # fmt: skip
 
-    def enter(self, phase: str, unit: str = "") -> None:
-        """Note what runs now, such as "in forward", for errors that come of it."""
-        self._running, self._at_failure = (phase, unit), ""
-
     def fail(self) -> None:
         """A backward has failed, and what it holds will be freed before its error can be seen."""
-        self._at_failure = self.status()
+        self.running[2:] = [self.status()]
 
     def status(self) -> str:
         """What runs and what is held, in a line each; of a backward that failed, as it was then."""
-        if self._at_failure:
-            return self._at_failure
-        phase, unit = self._running
+        phase, unit, *at_failure = self.running
+        if at_failure:
+            return at_failure[0]
         of_unit = f" of unit {unit!r}" if unit else ""
         line = f"{phase}{of_unit}\nonefold holds, besides activations, {self.describe()}"
         if self.handed_out is None:

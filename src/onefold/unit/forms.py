@@ -1,4 +1,4 @@
-"""Form: what a parameter object is now, by its class; one table, one function that assigns it.
+"""Form: what a parameter object is now, by its class, which `take_form` alone assigns.
 
     form        object      values that may be read            bytes that it holds
     SHARDED     sharded     own rows, or all by a gather       own rows, a view of the weight
@@ -17,14 +17,11 @@ rests. A class decides what a read does, so that a read of unsharded values cost
 docs/adr/0004.
 """
 
-from collections.abc import Callable, Iterable
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
-from onefold.errors import StateError
 from onefold.unit import dtensors
 from onefold.unit.decoded import PackedMatrix
 
@@ -52,20 +49,3 @@ class Forms(NamedTuple):
     shown: Form
     stale: Form
     library: type[Tensor] | None = None  # the class of LIBRARY
-
-
-def take_form(
-    form: Form, parameters: Iterable[Tensor], library: type[Tensor] | None = None
-) -> None:
-    """Let parameter objects take a form, each of their unit; `library`: the class of LIBRARY."""
-    kind: Any = form.kind or library
-    for parameter in parameters:
-        parameter.__class__ = kind
-
-
-def invalidate(parameter: nn.Parameter, why: Callable[[], StateError]) -> Form:
-    """Make every later use of the object a `StateError` that says `why`; return its form."""
-    form = Form.STALE_AXES if isinstance(parameter, DTensor) else Form.STALE
-    take_form(form, (parameter,))
-    setattr(parameter, "_why", why)  # noqa: B010 - the class is new, the object is not
-    return form

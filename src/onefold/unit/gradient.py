@@ -8,8 +8,7 @@ The result is `.grad` of the sharded parameter:
     optimizer sharded   own rows of the mean, a view of one flat shard buffer
     stage 0             all rows of the mean, a view of one flat buffer: reduced, then gathered
 
-Every message says which parameters this rank used. So a parameter that no rank used keeps
-`grad is None` on all ranks, as in plain PyTorch, and an optimizer leaves it alone.
+Messages say which parameters a rank used: one that no rank used keeps `grad is None` everywhere.
 """
 
 from __future__ import annotations
@@ -61,8 +60,7 @@ class UnitGradient:
         store, ledger = spec.context.store, spec.context.ledger
         self._has_rows, self._ledger = has_rows(spec), ledger
         self._partial_account = Account(self, Kind.PARTIAL_GRAD, store.name, ledger)
-        # of one rank alone, where gradients stay the tensors that autograd made
-        self._local_account = Account(self, Kind.GRAD, store.name, ledger)
+        self._local_account = Account(self, Kind.GRAD, store.name, ledger)  # autograd's tensors
 
     @property
     def unit(self) -> UnitWeights:
@@ -75,6 +73,11 @@ class UnitGradient:
     def reduced(self) -> Buffer | None:
         """The buffer of reduced gradients; None while there are none."""
         return self._means.held
+
+    def _enter(self, phase: Phase) -> None:
+        if phase not in self.phase.next:
+            raise self.phase.not_next(phase, self._spec)
+        self.phase = phase
 
     def shows_mean(self, parameter: UnitParameter) -> bool:
         """True if `.grad` is over the parameter's rows of the flat mean, as it was shown.
@@ -95,11 +98,11 @@ class UnitGradient:
 
     def end_step(self) -> None:
         """The step that consumed the values is over: gradients may be read again."""
-        self.phase = self.phase.then(Phase.RESTING, self._spec)
+        self._enter(Phase.RESTING)
 
     def consume(self) -> None:
         """A step uses the values now: show no gradient, and leave the buffer to the step."""
-        self.phase = self.phase.then(Phase.CONSUMED, self._spec)
+        self._enter(Phase.CONSUMED)
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in self._parameters:
                 parameter.sharded._grad = None
@@ -147,7 +150,7 @@ class UnitGradient:
         """A backward failed: drop its gradients, also those that arrive later. Torn sums raise."""
         if self.phase in (Phase.CONSUMED, Phase.DISCARDING):
             return
-        self.phase = self.phase.then(Phase.DISCARDING, self._spec)
+        self._enter(Phase.DISCARDING)
         self._landed = None
         torn = self.earlier & set(self._with_grad())
         with torch._C.DisableTorchFunctionSubclass():
@@ -156,7 +159,7 @@ class UnitGradient:
 
     def lose(self) -> None:
         """All reductions are over: forget what the failed backward has left."""
-        self.phase = self.phase.then(Phase.RESTING, self._spec)
+        self._enter(Phase.RESTING)
         self.drop_partial()
         self.drop_cleared()
         self.shown.clear()
@@ -227,10 +230,10 @@ class UnitGradient:
         parameters = self.trainable()
         self.show_late()
         self.unit.join_step()  # it may still read the rows that are written now
-        if parameters:
+        if self.phase is Phase.CONSUMED and parameters:
             self.check_there(parameters[0])
         if self.phase is not Phase.DISCARDING:
-            self.phase = self.phase.then(Phase.SENT, self._spec)
+            self._enter(Phase.SENT)
         if not self._spec.context.exchanges:
             self._due.clear()
             return Ticket(finish=partial(self._keep_local, parameters))
@@ -251,7 +254,7 @@ class UnitGradient:
         """One rank: the partial gradient is the mean already."""
         if self.phase is Phase.DISCARDING:
             return
-        self.phase = self.phase.then(Phase.RESTING, self._spec)
+        self._enter(Phase.RESTING)
         self._reduced_at, sources = self._ledger.steps, self._spec.context.sources
         with torch._C.DisableTorchFunctionSubclass():
             self._stand_ins.take_back(self.shown)
@@ -287,14 +290,14 @@ class UnitGradient:
         partials.clear()
         self._count_reduced(parameters)
         if self.phase is not Phase.DISCARDING:
-            self.phase = self.phase.then(Phase.LANDED, self._spec)
+            self._enter(Phase.LANDED)
             self._landed = Landed(parameters, self.reduction.users(used), mean)
 
     def keep_sums(self) -> None:
         """Keep the node's sums until the last micro-batch, and show that there are some."""
         landed, self._landed = self._landed, None
         if landed is not None:
-            self.phase = self.phase.then(Phase.RESTING, self._spec)
+            self._enter(Phase.RESTING)
             self._due.update(landed.parameters)
             self._show_resting(self.reduction.rest(landed.which, known(landed.users)))
 
@@ -308,7 +311,7 @@ class UnitGradient:
         if reduction.finishes_alone:
             self._show_users(landed)
             return
-        self.phase = self.phase.then(Phase.FOLLOWING, self._spec)
+        self._enter(Phase.FOLLOWING)
         with torch._C.DisableTorchFunctionSubclass():
             mean = landed.mean or self.mean_rows(parameters)
             shown = [p in self.shown for p in parameters]
@@ -321,7 +324,7 @@ class UnitGradient:
             return
         if not self.reduction.sees_all:
             landed = Landed(landed.parameters, self.reduction.users(landed.users), landed.mean)
-        self.phase = self.phase.then(Phase.LATE, self._spec)
+        self._enter(Phase.LATE)
         self._landed = landed
         if isinstance(landed.users, list):
             self.show_late()
@@ -330,7 +333,7 @@ class UnitGradient:
         """Show means that are not shown yet; the host may wait."""
         if self.phase is Phase.LATE and self._landed is not None:
             late, self._landed = self._landed, None
-            self.phase = self.phase.then(Phase.RESTING, self._spec)
+            self._enter(Phase.RESTING)
             used = late.used()
             self.is_unused = not used
             self.show_all(used)
@@ -360,7 +363,7 @@ class UnitGradient:
         """Show the mean of one use, to which others add; hooks run once, when backward ends."""
         if self.phase is not Phase.DISCARDING:
             self.show_all([parameter], runs_hooks=False)
-            self.phase = self.phase.then(Phase.LATE, self._spec)
+            self._enter(Phase.LATE)
             self._landed = Landed([parameter], [True], None)
 
     def show_all(self, parameters: Iterable[UnitParameter], *, runs_hooks: bool = True) -> None:

@@ -35,15 +35,13 @@ class GradientPhase(Enum):
     CONSUMED = auto()
     DISCARDING = auto()
 
-    def then(self, phase: GradientPhase, spec: UnitSpec) -> GradientPhase:
-        """Return `phase`, which begins; `StateError` if it may not come now."""
-        if phase not in self.next:
-            may = ", ".join(other.name for other in self.next)
-            wanted = f"{may} as the next phase of the gradients of unit {spec.name!r}"
-            got = f"{phase.name}, while they are {self.name}"
-            hint = "this is a fault of Onefold: please report it, with the actions of the step"
-            raise StateError(wanted, got, hint=hint, where=spec.context.where)
-        return phase
+    def not_next(self, phase: GradientPhase, spec: UnitSpec) -> StateError:
+        """The error for a `phase` that may not come now."""
+        may = ", ".join(other.name for other in self.next)
+        wanted = f"{may} as the next phase of the gradients of unit {spec.name!r}"
+        got = f"{phase.name}, while they are {self.name}"
+        hint = "this is a fault of Onefold: please report it, with the actions of the step"
+        return StateError(wanted, got, hint=hint, where=spec.context.where)
 
 
 def _may_come_next(phase: GradientPhase, *others: GradientPhase) -> None:

@@ -17,8 +17,8 @@ from onefold.layout import packed
 from onefold.layout.units import Owned
 from onefold.unit.context import UnitInUse, UnitSpec
 from onefold.unit.decoded import DecodedWeight
-from onefold.unit.forms import Form, Forms, take_form
-from onefold.unit.parameter import UnitParameter
+from onefold.unit.forms import Form, Forms
+from onefold.unit.parameter import UnitParameter, take_form
 from onefold.unit.quantized_bytes import QuantizedBytes
 
 

@@ -23,7 +23,7 @@ from onefold.layout.model_axes import local_of
 from onefold.layout.units import Owned
 from onefold.unit import dtensors, logical, refusals, shown_grads, user_hooks, whole
 from onefold.unit.context import UnitInUse, UnitSpec
-from onefold.unit.forms import Form, Forms, invalidate, take_form
+from onefold.unit.forms import Form, Forms
 from onefold.unit.sharded_form import ShardedForm
 from onefold.wire.collectives import Group
 
@@ -374,3 +374,20 @@ class UnitParameter(ShardedForm):
                 dtensors.introduce(self._data, ref(self))
                 self.unit.edits.watch_data(self._data)
             return self._data
+
+
+def take_form(
+    form: Form, parameters: Iterable[Tensor], library: type[Tensor] | None = None
+) -> None:
+    """Let parameter objects take a form, each of their unit; `library`: the class of LIBRARY."""
+    kind: Any = form.kind or library
+    for parameter in parameters:
+        parameter.__class__ = kind
+
+
+def invalidate(parameter: nn.Parameter, why: Callable[[], StateError]) -> Form:
+    """Make every later use of the object a `StateError` that says `why`; return its form."""
+    form = Form.STALE_AXES if isinstance(parameter, DTensor) else Form.STALE
+    take_form(form, (parameter,))
+    setattr(parameter, "_why", why)  # noqa: B010 - the class is new, the object is not
+    return form

@@ -57,14 +57,14 @@ def explain(error: BaseException, ledger: Ledger | None, action: str = "") -> No
 def explained(ledger: Ledger, call: str = "") -> Iterator[None]:
     """Explain an error of the block, which is a call of the user's such as "onefold.save"."""
     if call:
-        ledger.enter(f"in {call}")
+        ledger.running[:] = f"in {call}", ""
     try:
         yield
     except BaseException as error:
         explain(error, ledger)
         raise
     if call:
-        ledger.enter(f"after {call}")
+        ledger.running[:] = f"after {call}", ""
 
 
 @contextmanager

@@ -34,12 +34,12 @@ from onefold.unit import refusals
 from onefold.unit.buffer import Buffer
 from onefold.unit.context import Context, UnitSpec
 from onefold.unit.decoded import DecodedWeight
-from onefold.unit.forms import Forms, take_form
+from onefold.unit.forms import Forms
 from onefold.unit.gather import UnitGather, gather_of
 from onefold.unit.gradient import UnitGradient
 from onefold.unit.init import Values, rows_in_files
 from onefold.unit.packed_parameter import class_of
-from onefold.unit.parameter import UnitParameter
+from onefold.unit.parameter import UnitParameter, take_form
 from onefold.unit.quantized_bytes import plain_bytes
 from onefold.unit.tiles import TiledWeight
 from onefold.unit.weights import UnitWeights
