@@ -48,7 +48,7 @@ def short_table(rows: Sequence[Row], best: Row | None) -> list[Table]:
         cells += [format_seconds(row.step.seconds)] if row.step else []
         why = _why(row, best)
         if has_rows:  # four digits of rows leave less room
-            why = why.replace("bound by", "by")
+            why = why.removeprefix("needs ").replace("bound by", "by")
         lines.append([*cells, why])
     numbers = ">" * (has_rows + 2 + has_times)
     return columns(lines, f">{'<' * has_offload}{numbers}<")
