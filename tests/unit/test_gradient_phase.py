@@ -15,8 +15,10 @@ import onefold
 from onefold import Offload, Wire
 from onefold.engine.registry import engine_of
 from onefold.errors import StateError
+from onefold.tier.accelerator import Fetched
 from onefold.unit.gradient import UnitGradient
 from onefold.unit.gradient_phase import GradientPhase as Phase
+from onefold.unit.reduction import OneHop
 from tests.support.ranks import run_ranks, seeded
 
 WIDTH = 16
@@ -95,9 +97,19 @@ def test_a_move_that_the_table_lacks_names_the_unit_both_phases_and_what_may_com
     run_ranks(2, end_a_step)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("reached", [Phase.SENT, Phase.LANDED, Phase.LATE])
-def test_what_arrives_after_a_failed_backward_is_dropped_from_any_phase(stage, reached):
+@pytest.mark.parametrize(
+    ("stage", "reached"),
+    [
+        *((3, phase) for phase in (Phase.SENT, Phase.LANDED, Phase.LATE)),
+        *((0, phase) for phase in (Phase.SENT, Phase.LANDED, Phase.FOLLOWING, Phase.LATE)),
+    ],
+)
+def test_what_arrives_after_a_failed_backward_is_dropped_from_any_phase(
+    stage, reached, monkeypatch
+):
+    """As on a device, where the host does not wait for counts: a mean stays late until asked."""
+    monkeypatch.setattr(OneHop, "users", lambda hop, used: Fetched(hop.counts))
+
     def fail(rank: int) -> None:
         module = nn.Linear(4, 4)
         onefold.shard(module, torch.optim.SGD(module.parameters(), lr=1.0), stage=stage)
@@ -111,8 +123,11 @@ def test_what_arrives_after_a_failed_backward_is_dropped_from_any_phase(stage, r
             ticket = gradient.start_reduce()
             if reached is not Phase.SENT:
                 ticket.wait()
-            if reached is Phase.LATE:
+            if reached in (Phase.FOLLOWING, Phase.LATE):
                 gradient.follow()
+            if reached is Phase.LATE:
+                gradient.end_following()
+            assert gradient.phase is reached
             gradient.discard()
             assert gradient.phase is Phase.DISCARDING
             ticket.wait()

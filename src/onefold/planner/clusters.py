@@ -16,7 +16,6 @@ from onefold.text import parse_nbytes
 from onefold.tier import accelerator
 from onefold.tier.host import free_host_nbytes
 
-COUNTED = "cluster with counts alone"
 EXAMPLE = "8xh100-80 + 16xa100-40"
 _KIND = re.compile(r"\s*([0-9]+)\s*[xX]\s*([^\s+]+)\s*")
 
@@ -167,7 +166,8 @@ def clusters_of(
         return (devices.on(choice, world_size),)
     others = ("gpus", "ranks", "mem", "nodes")
     if isinstance(choice, str):
-        devices.refuse(others, COUNTED, "nodes and memory are those of the machines")
+        hint = "nodes and memory are those of the machines"
+        devices.refuse(others, "cluster with counts alone", hint)
         room = {"host_memory": devices.nbytes("host_mem"), "disk": devices.nbytes("disk")}
         return parsed(choice, devices.known, **room)
     devices.refuse((*others, "host_mem", "disk", "machines"), "cluster alone", "its fields say it")

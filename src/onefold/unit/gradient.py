@@ -60,7 +60,7 @@ class UnitGradient:
         store, ledger = spec.context.store, spec.context.ledger
         self._has_rows, self._ledger = has_rows(spec), ledger
         self._partial_account = Account(self, Kind.PARTIAL_GRAD, store.name, ledger)
-        self._local_account = Account(self, Kind.GRAD, store.name, ledger)  # autograd's tensors
+        self._local_account = Account(self, Kind.GRAD, store.name, ledger)  # alone: autograd's own
 
     @property
     def unit(self) -> UnitWeights:
@@ -404,7 +404,7 @@ class UnitGradient:
                 self._count_reduced(cleared)
                 self.reduction.drop([parameter.index for parameter in cleared])
             if self._means.held is not None and self.phase is not Phase.DISCARDING:
-                self._drop_cleared_means()
+                self._drop_cleared_means()  # results of a failed backward still arrive there
 
     def _drop_cleared_means(self) -> None:
         held = self.held_back

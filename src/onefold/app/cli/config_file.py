@@ -6,7 +6,6 @@ checked as one that was typed, and ranks of our launcher need no file.
 
 import argparse
 import json
-import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,6 +42,8 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def read_config(path: str) -> dict[str, Any]:
     """Return the keys and values of a file. Raises `ConfigError` if it cannot hold flags."""
+    import tomllib  # of no use to a command without a file
+
     try:
         with open(path, "rb") as file:
             values = tomllib.load(file)

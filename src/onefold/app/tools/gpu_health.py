@@ -7,7 +7,7 @@ by the driver's numbers, also those that CUDA_VISIBLE_DEVICES hides. nvidia-ml-p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -89,6 +89,6 @@ def judged_gpus(gpus: list[GpuHealth]) -> Iterator[tuple[str, str, bool, str]]:
     )  # fmt: skip
 
 
-def _those(indices: Any) -> str:
+def _those(indices: Iterable[int]) -> str:
     found = [str(index) for index in indices]
     return f"GPU {' and '.join(found)}" if found else ""
