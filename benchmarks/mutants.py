@@ -12,9 +12,9 @@ that it was at. Faults whose statement is gone count neither way.
 
 The map is made by a mark before each statement of a copy (mutating.counted). Marks are memory that
 all processes of a case share, so threads of ranks and of autograd, forked ranks and commands are
-all seen. It takes about an hour of a core, `map --quick` seven minutes: the cases of `make quick`,
-seven of ten. A later `map` adds the others, and `run` then runs the faults that lived again. Make a
-new map when statements have moved. Tests run in forks of a warm process, so on Linux.
+all seen. It takes about an hour of a core; `map --quick` runs the files of `make quick`. A later
+`map` adds the others, and `run` then runs the faults that lived again. Make a new map when
+statements have moved. Tests run in forks of a warm process, so on Linux.
 """
 
 from __future__ import annotations
@@ -44,9 +44,12 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")  # as in tests/conftest.py
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import pytest
 from mutating import KINDS, Mutant, counted, enum_members, mutants_of
+
+from tests.support.budgets import BUDGETS, quick_files
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "onefold"
@@ -72,8 +75,8 @@ FLAGS = (
     "-m", "not again", "-p", "no:randomly", "-p", "no:cacheprovider", "--hypothesis-seed=0",
     "-W", "ignore::pytest.PytestAssertRewriteWarning",
 )  # fmt: skip
-NAMED = (*FLAGS[2:], "--grid", "full")
-"""For cases by name: what `make test` leaves out depends on which cases it sees."""
+NAMED = FLAGS[2:]
+"""For cases by name: they run whatever `make test` leaves out."""
 MARKS = "import mmap\nwith open({!r}, 'r+b') as file:\n    HITS = mmap.mmap(file.fileno(), 0)\n"
 
 
@@ -321,17 +324,17 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def make_map(options: argparse.Namespace) -> None:
     """Run each test file with marks; cases that the map has are left out."""
-    path, flags = BUILD / "map.jsonl.gz", (*FLAGS, *["--quick"] * options.quick)
+    path = BUILD / "map.jsonl.gz"
     lines = read_lines(path)
-    done = {
-        line["file"] for line in lines if "file" in line and line["flags"] in ([*FLAGS], [*flags])
-    }
+    done = {line["file"] for line in lines if "file" in line and line["flags"] == [*FLAGS]}
     known = frozenset(line["case"] for line in lines if "case" in line)
     changed, places = marked()
-    files = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "tests").glob("*/test_*.py"))
+    files = {str(p.relative_to(ROOT)) for p in (ROOT / "tests").glob("*/test_*.py")}
+    if options.quick:
+        files &= quick_files(json.loads(BUDGETS.read_text()))
     jobs = deque(
-        Job(file, [[file]], changed, num_marks=len(places), known=known, flags=flags)
-        for file in files
+        Job(file, [[file]], changed, num_marks=len(places), known=known, flags=FLAGS)
+        for file in sorted(files)
         if file not in done
     )
     for job in run_jobs(jobs, options.jobs):
@@ -340,7 +343,7 @@ def make_map(options: argparse.Namespace) -> None:
         told = f"{job.key}: {len(lines)} cases in {job.cpu_s:.0f} CPU s"
         print(told, job.over, job.status or "", *failed, flush=True)
         with gzip.open(path, "at") as file:
-            for line in [*lines, {"file": job.key, "cpu": job.cpu_s, "flags": flags}]:
+            for line in [*lines, {"file": job.key, "cpu": job.cpu_s, "flags": FLAGS}]:
                 file.write(json.dumps(line) + "\n")
 
 
@@ -528,7 +531,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("task", choices=("map", "draw", "run"))
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
-    parser.add_argument("--quick", action="store_true", help="map the cases of `make quick` alone")
+    parser.add_argument("--quick", action="store_true", help="map the files of `make quick` alone")
     parser.add_argument("--drawn", type=Path, default=RESULT, help="the file that lists the faults")
     parser.add_argument("--to", type=Path, default=RESULT, help="the file to write")
     options = parser.parse_args()

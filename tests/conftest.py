@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from pathlib import Path
 
 # MKL picks its kernels by the alignment of data on CPUs with AVX512, so that equal products of
@@ -17,9 +18,10 @@ from hypothesis import settings
 
 from onefold.layout import messages as layout_messages
 from onefold.planner import message_counts as messages
-from tests.support import grids
-from tests.support.budgets import Budgets, slow_tests, test_of
+from tests.support.budgets import BUDGETS, Budgets, quick_files
 from tests.support.forking import spare_collector
+
+ROOT = Path(__file__).parents[1]
 
 torch.set_num_threads(1)
 
@@ -30,7 +32,7 @@ settings.load_profile("onefold")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--durations-file", help="write the CPU seconds of each test file to it")
-    parser.addoption("--quick", action="store_true", help="leave out tests that were slow before")
+    parser.addoption("--quick", action="store_true", help="the cheapest files alone")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -39,25 +41,22 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Budgets(Path(path).absolute()))
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what grids.py says, and slow tests; skip GPU tests where there is no GPU."""
-    slow = slow_tests()
-    _leave_out(config, items, grids.left_out(items))
-    grids.leave_to_again(items, slow)
-    if config.getoption("--quick"):
-        _leave_out(config, items, {item for item in items if test_of(item.nodeid) in slow})
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Of `--quick`: files that cost more than others, and those that nobody has measured."""
+    if not config.getoption("--quick") or not collection_path.name.startswith("test_"):
+        return None
+    quick = quick_files(json.loads(BUDGETS.read_text()))
+    return collection_path.relative_to(ROOT).as_posix() not in quick or None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip GPU tests where there is no GPU."""
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device, found none")
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
-
-
-def _leave_out(config: pytest.Config, items: list[pytest.Item], left_out: Set[pytest.Item]) -> None:
-    items[:] = [item for item in items if item not in left_out]
-    config.hook.pytest_deselected(items=list(left_out))
 
 
 def pytest_collection_finish() -> None:

@@ -22,6 +22,7 @@ from onefold.hf import adopt, adopt_frozen
 from tests.house.test_examples import alone as alone_in_one_process
 from tests.house.test_examples import numbers, under_torchrun
 from tests.support.hf_ranks import run_forks
+from tests.support.rows import again_but
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -141,6 +142,7 @@ def test_stage_1_reduces_once_a_step_of_accelerate_and_stage_2_each_micro_batch(
         assert (once, twice) == (units, 2 * units)
 
 
+@again_but("3")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_losses_norms_and_weights_are_those_of_ddp_at_every_stage(world_size):
     """With `sync_each_batch`, too, which reduces every micro-batch."""

@@ -30,6 +30,7 @@ from onefold.checkpoint.source import open_source
 from tests.adapters.test_hf_trainer import Mine, Net, assert_as
 from tests.house.test_examples import under_torchrun
 from tests.support.ranks import run_ranks, seeded
+from tests.support.rows import again_but
 from tests.support.trainers import llama, logs, on_ranks, rows, trainer_of, weights
 
 pytestmark = pytest.mark.process
@@ -95,6 +96,7 @@ def _resume_elsewhere(rank: int, folder: Path, kind: type) -> None:
         assert_as((logs(trainer), weights(trainer.model)), wanted)
 
 
+@again_but("Mine")
 @pytest.mark.parametrize("kind", [Trainer, Mine])
 def test_checkpoints_open_and_resume_bit_for_bit_and_elsewhere(kind, tmp_path):
     """A run of 2 ranks goes on at 3 ranks and 1, another stage and tier, as uninterrupted."""
@@ -273,6 +275,7 @@ def _go_on(rank: int, folder: Path) -> None:
     assert len(logs(trainer)) == 6
 
 
+@again_but("Mine")
 @pytest.mark.parametrize("kind", [Trainer, Mine])
 def test_a_killed_save_leaves_the_checkpoint_before_which_is_found(kind, tmp_path):
     with pytest.raises((ProcessExitedException, ProcessRaisedException)):

@@ -30,6 +30,7 @@ from tests.support.programs.drawing import draw_trainer
 from tests.support.programs.gloo import run_gloo_ranks
 from tests.support.programs.judging import Judge, Verdict
 from tests.support.ranks import seeded
+from tests.support.rows import again_but
 from tests.support.trainers import arguments, llama, logs, on_ranks, rows, trainer_of, weights
 from tests.support.zoo import STAGES_AT
 
@@ -76,6 +77,7 @@ def _stages(rank: int, folder: Path, reentrant: bool) -> None:
         assert_as(_train(folder, onefold.hf.Callback(stage=stage), **options), wanted)
 
 
+@again_but("3-False")
 @pytest.mark.parametrize(("world_size", "reentrant"), [(2, True), (3, False)])
 def test_every_stage_trains_as_ddp(world_size, reentrant, tmp_path):
     """Accumulation, clipping, warm-up, recompute, token-weighted loss, an uneven last batch."""
@@ -380,6 +382,7 @@ def _fail(rank: int, folder: Path, name: str) -> None:
         raise
 
 
+@again_but("a bad loss-2", "a bad row-3", "saved on rank 0 alone-2")
 @pytest.mark.parametrize(("name", "world_size"), [*zip(FAILURES, (2, 3, 2, 2), strict=True)])
 def test_an_error_on_one_rank_ends_the_others_within_seconds_by_name(name, world_size, tmp_path):
     with pytest.raises(ProcessRaisedException):

@@ -16,6 +16,7 @@ from onefold.adapters.hf.wrap import mark_prepared
 from onefold.hf import Callback, adopt_frozen, adopt_trainer
 from tests.house.test_examples import alone, numbers, under_torchrun
 from tests.support.hf_ranks import run_forks
+from tests.support.rows import again_but
 
 datasets = pytest.importorskip("datasets")
 tokenizers = pytest.importorskip("tokenizers")
@@ -332,6 +333,7 @@ def generate_unevenly(rank: int, with_adapters: bool) -> tuple[Tensor, Tensor]:
     return found, wanted
 
 
+@again_but("True")
 @pytest.mark.parametrize("with_adapters", [False, True])
 def test_ranks_that_stop_generating_early_wait_for_the_others(with_adapters):
     for rank, (found, wanted) in enumerate(run_forks(2, generate_unevenly, with_adapters)):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import onefold
 from tests.support.ranks import every_rank, run_ranks, seeded
+from tests.support.rows import again_but, worlds_in_turn
 from tests.support.zoo import ROWS, Process, Script, adamw, law_1, run_plain, run_sharded
 
 VOCABULARY, LENGTH = 40, 6
@@ -105,6 +106,8 @@ def training(build: Callable[[], nn.Module], **options: Any) -> Script:
     return script
 
 
+@again_but("1-t5", "2-llama", "3-vit")
+@worlds_in_turn
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_model_trains_as_in_one_process_at_every_stage(world_size, model):
@@ -154,11 +157,13 @@ def test_layers_that_ranks_drop_by_dice_of_their_own_end_no_run(stage):
         assert runs[0] == runs[1] == runs[2], "all layers ran on all ranks"
 
 
+@again_but("t5")
 @pytest.mark.parametrize("model", ["gpt2", "t5"])
 def test_a_model_trains_with_every_module_a_unit(model):
     law_1(2, training(MODELS[model]), stages=(3,), relative=2e-6)
 
 
+@again_but("llama-False", "t5-True")
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("model", ["llama", "t5"])
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
@@ -173,6 +178,8 @@ def test_a_model_trains_with_its_own_gradient_checkpointing(model, reentrant):
     law_1(2, training(build), stages=(0, 3), fine_units=False, relative=2e-6)
 
 
+@again_but("3-gpt2")
+@worlds_in_turn
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_sharded_model_generates_what_one_process_does(world_size, model):
@@ -196,6 +203,7 @@ def test_a_sharded_model_generates_what_one_process_does(world_size, model):
         assert torch.equal(second, wanted)
 
 
+@again_but("3")
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_bf16_compute_is_the_same_at_every_stage_and_near_one_process(world_size):
     script = training(llama, precision="bf16")

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import onefold
 from onefold.engine.registry import engine_of
 from tests.support.ranks import run_processes, run_ranks
+from tests.support.rows import again_but
 
 pl = pytest.importorskip("lightning.pytorch")
 
@@ -273,6 +274,7 @@ def _parity(stages: list[int], options: dict[str, Any]) -> None:
 CLIPPED = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}
 
 
+@again_but("2-stages0-options0", "3-stages2-options2", "1-stages3-options3")
 @pytest.mark.parametrize(
     ("world_size", "stages", "options"),
     [

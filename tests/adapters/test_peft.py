@@ -22,6 +22,7 @@ import onefold
 from onefold.layout.rows import ALIGN_NUMEL, PIECE_NUMEL, round_up
 from tests.support.hf_ranks import run_forks
 from tests.support.ranks import every_rank, run_ranks, seeded
+from tests.support.rows import again_but
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -152,6 +153,17 @@ def logits(model: nn.Module) -> Tensor:
 # training, and the files of adapters
 
 
+@again_but(
+    "lora-after",
+    "dora-before",
+    "rslora-bias-after",
+    "conv1d-after",
+    "ia3-before",
+    "tokens-after",
+    "lora-tokens-after",
+    "adalora-before",
+    "vera-after",
+)
 @pytest.mark.parametrize("order", ["before", "after"])
 @pytest.mark.parametrize("tuner", TUNERS)
 def test_a_tuner_trains_and_saves_as_in_one_process(tuner, order, tmp_path):
@@ -186,6 +198,7 @@ def test_a_tuner_trains_and_saves_as_in_one_process(tuner, order, tmp_path):
             assert file == file_of(same, tmp_path / "same")
 
 
+@again_but("prefix")
 @pytest.mark.parametrize("tuner", PROMPTS)
 def test_prompts_that_are_learned_train_if_added_before(tuner, tmp_path):
     plain = adapted(llama, PROMPTS[tuner])
@@ -219,6 +232,7 @@ def test_prompts_that_are_added_after_are_named_by_a_warning():
         run_ranks(2, body)
 
 
+@again_but("after")
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_one_rank_is_one_process_bit_for_bit(order, tmp_path):
     fresh = adapted()
@@ -238,6 +252,7 @@ def test_one_rank_is_one_process_bit_for_bit(order, tmp_path):
     run_ranks(1, body)
 
 
+@again_but("{'stage': 0}", "{'offload': 'disk'}")
 @pytest.mark.parametrize(
     "options", [{"stage": 0}, {"stage": 2}, {"offload": "cpu"}, {"offload": "disk"}], ids=str
 )
@@ -264,6 +279,15 @@ def test_both_orders_have_the_same_bits_at_every_stage_and_tier(options, tmp_pat
 # merging
 
 
+@again_but(
+    "lora-after",
+    "dora-after",
+    "rslora-bias-before",
+    "conv1d-after",
+    "ia3-after",
+    "lora-tokens-before",
+    "vera-after",
+)
 @pytest.mark.parametrize("order", ["before", "after"])
 @pytest.mark.parametrize("tuner", [t for t in TUNERS if t not in ("tokens", "adalora")])
 def test_merged_adapters_are_those_of_one_process(tuner, order, tmp_path):
@@ -320,6 +344,7 @@ def test_pretrained_weights_fill_a_wrapper_of_a_sharded_model(tmp_path):
     run_ranks(2, body)
 
 
+@again_but("3")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_low_rank_adapters_merge_outside_of_unsharded_too(stage):
     def filled() -> nn.Module:
@@ -344,6 +369,7 @@ def test_low_rank_adapters_merge_outside_of_unsharded_too(stage):
         torch.testing.assert_close(merged, values(wanted), rtol=1e-5, atol=1e-6)
 
 
+@again_but("after")
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_merging_without_writeback_warns_that_it_is_discarded(order):
     fresh = adapted()
@@ -460,6 +486,7 @@ def test_adapters_come_in_inference_mode_and_go_right_before_unsharded():
     run_ranks(2, body)
 
 
+@again_but("after")
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_checkpoints_hold_adapters_and_resume_at_another_world_size(order, tmp_path):
     fresh = adapted()

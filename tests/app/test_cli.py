@@ -21,6 +21,7 @@ from onefold.app.cli.main import main
 from onefold.errors import ConfigError
 from tests.support.commands import begin, onefold, torchrun
 from tests.support.forking import HANG_S
+from tests.support.rows import again_but
 
 ONEFOLD = [sys.executable, "-m", "onefold"]
 TINY_RUN = ["--steps", "3", "--batch", "2", "--seq", "16"]
@@ -199,6 +200,7 @@ def test_a_reader_that_has_left_ends_the_command_without_a_word(arguments, unrea
     assert done.returncode == 128 + signal.SIGPIPE
 
 
+@again_but("arguments1")
 @pytest.mark.process
 @pytest.mark.parametrize("arguments", [["doctor"], ["check", "--steps", "1", "--json"]])
 def test_a_reader_that_has_left_ends_ranks_too(arguments, unread, step_device):
@@ -406,6 +408,7 @@ def test_on_a_terminal_progress_is_a_bar(step_device):
     assert "Warning" not in text
 
 
+@again_but("0.5")
 @pytest.mark.process
 @pytest.mark.parametrize("delay_s", [0.0, 0.5])
 def test_an_interrupt_at_the_start_ends_the_command_with_one_line(step_device, delay_s):

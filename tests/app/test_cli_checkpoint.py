@@ -18,6 +18,7 @@ from onefold.app.cli.config_file import COPY
 from onefold.app.cli.main import main
 from tests.support import crash_loop
 from tests.support.commands import begin, onefold
+from tests.support.rows import again_but
 
 SMALL = ["--batch", "2", "--seq", "16", "--ranks", "2", "--sample", "0"]
 EIGHT_STEPS = ["--steps", "8", "--every", "2", "--keep", "2", "--json"]
@@ -164,6 +165,7 @@ def test_export_writes_safetensors(saved, tmp_path, capsys):
     assert len(json.loads(capsys.readouterr().out)["files"]) > 3
 
 
+@again_but("flags2-with a unit")
 @pytest.mark.parametrize(
     ("flags", "told"),
     [(["--dtype", "int3"], "--dtype to be fp32 or"), (["--max-shard-size", "9XB"], "with a unit"),

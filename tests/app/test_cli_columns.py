@@ -20,6 +20,7 @@ from onefold.fit.rates import Rate
 from onefold.text import columns, common_unit, in_unit, shell_lines, show, wrapped
 from tests.support.commands import onefold
 from tests.support.forking import HANG_S
+from tests.support.rows import again_but
 
 COMMANDS = (
     "train", "generate", "plan", "check", "report", "doctor", "bench", "inspect", "export",
@@ -60,6 +61,7 @@ def test_help_has_at_most_80_columns_there_and_100_elsewhere(
     assert too_wide(capsys.readouterr().out, 80 if terminal == "80" else 100) == []
 
 
+@again_but("flags2", "flags5")
 @pytest.mark.parametrize("flags", [
     ("plan", "--ranks", "2", "--mem", "4GiB"),
     ("plan", "--model", "large", "--ranks", "2", "--mem", "4GiB", "--recompute"),

@@ -25,6 +25,7 @@ from onefold.planner.models.gpt import GPT, GPTConfig
 from onefold.planner.models.loader import build_model, left_out
 from tests.support.commands import onefold as command
 from tests.support.ranks import run_ranks, seeded
+from tests.support.rows import again_but, worlds_in_turn
 
 SIZES = GPTConfig(num_layers=6, width=32, num_heads=2, lr=1e-3)
 SEQ = 16
@@ -83,6 +84,8 @@ def generated(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]
 # plan and engine
 
 
+@again_but("1-None-0.6", "1-int8-0.0", "2-None-0.3", "2-int8-1.0")
+@worlds_in_turn
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.0])
 @pytest.mark.parametrize("rest", [None, "int8"])
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -116,6 +119,7 @@ def test_a_plan_reads_and_holds_the_bytes_of_the_engine(world_size, rest, share,
     assert made.num_stay > 0 or share == 0
 
 
+@again_but("2")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_plan_reads_tables_by_the_row_and_heads_in_blocks(world_size, tmp_path):
     class Wide(nn.Module):
@@ -297,6 +301,7 @@ def test_keys_and_values_rest_in_tiers(llama, tmp_path, capsys):
     assert tiered["text"] == plainly["text"]
 
 
+@again_but("int4")
 @pytest.mark.parametrize("rest", ["int8", "int4"])
 def test_packed_weights_rest_in_fewer_bytes(rest, llama, tmp_path, capsys):
     flags = ("--model", str(llama), "--prompt", "abab", "--max-new-tokens", "3", "--offload")
@@ -477,6 +482,7 @@ def test_a_plan_says_whether_it_fits_and_how_fast(capsys):
     assert list(little["missing"]) == ["host"]
 
 
+@again_but("flags2")
 @pytest.mark.parametrize("flags", [
     ("--model", "large", "--gpus", "2", "--mem", "2GiB"),
     ("--model", "large", "--gpus", "1", "--cluster", "h100-80", "--budget", "1GiB"),
@@ -534,6 +540,7 @@ def test_a_plan_without_a_trace_says_what_it_estimates():
     assert made.held.read == plan_inference(plain(), ask).held.read
 
 
+@again_but("flags1---budget with --inference", "flags4-a budget of at")
 @pytest.mark.parametrize(("flags", "message"), [
     (("--inference", "--stage", "3"), "--stage without --inference"),
     (("--budget", "1GiB"), "--budget with --inference"),

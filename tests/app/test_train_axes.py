@@ -10,6 +10,7 @@ import pytest
 
 from onefold.app.cli.main import main
 from tests.support.commands import onefold
+from tests.support.rows import again_but
 
 STEPS, ROWS = 4, 16
 
@@ -26,6 +27,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return trained(tmp_path_factory.mktemp("alone"), "--ranks", "1", "--batch", str(ROWS), steps=2)
 
 
+@again_but("--ranks 8 --tp 2 --pp 2 --cp 2 --accumulate 4 --batch 4 --recompute")
 @pytest.mark.process
 @pytest.mark.parametrize("flags", [
     "--ranks 2 --tp 2 --batch 16",

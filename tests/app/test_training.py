@@ -39,6 +39,7 @@ from tests.support.free_memory import has_free
 from tests.support.models import Model
 from tests.support.planned import is_equal
 from tests.support.ranks import run_ranks, seeded
+from tests.support.rows import again_but, worlds_in_turn
 
 UNSEEDED = "tests.app.test_training:unseeded_gpt"
 
@@ -335,6 +336,7 @@ def test_training_the_language_model_in_a_model_that_sees_says_so(folder, tmp_pa
 # memory
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -353,6 +355,8 @@ def test_the_closed_form_is_what_the_report_counts_for_odd_shapes(world_size, st
         assert held == wanted
 
 
+@again_but("3-replicas")
+@worlds_in_turn
 @pytest.mark.parametrize("wire", ["hybrid", "replicas"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_closed_form_of_nodes_is_what_the_report_counts(wire, stage):
@@ -389,6 +393,8 @@ def test_the_closed_form_for_even_shapes_is_that_of_the_paper():
 # loop
 
 
+@again_but("0-3", "3-2")
+@worlds_in_turn
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_run_holds_the_closed_form_and_gives_every_rank_the_same_result(
@@ -414,6 +420,8 @@ def test_a_run_holds_the_closed_form_and_gives_every_rank_the_same_result(
     assert notes.num_parameters == sum(p.numel() for p in unseeded_gpt().parameters())
 
 
+@again_but("3-2")
+@worlds_in_turn
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_losses_are_those_of_one_process_however_rows_are_cut(folder, accumulate, world_size):
@@ -464,6 +472,7 @@ def saved_model(kind: str, folder: Path) -> Path:
     return folder
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("kind", ["byte GPT", "Hugging Face"])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_folder_with_weights_is_trained_from_them(

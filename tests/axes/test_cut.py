@@ -22,6 +22,7 @@ from onefold.engine.registry import engine_of
 from onefold.layout.cut import cut_of
 from tests.support.planned import is_equal
 from tests.support.ranks import every_rank, run_processes, run_ranks, seeded
+from tests.support.rows import again_but, worlds_in_turn
 from tests.support.training import Job, assert_close, assert_same_bits, run_job, train_plain
 
 NUM_EXPERTS, HIDDEN, WIDTH, NUM_CLASSES = 8, 48, 24, 7
@@ -110,6 +111,7 @@ def sharded(shares: tuple[int, ...] | None = None, **choices: Any) -> tuple[nn.M
 # another dimension
 
 
+@again_but("{}-0.1", "{'precision': 'bf16'}-None", "{'offload': 'optimizer'}-0.1")
 @pytest.mark.parametrize("clip", [None, 0.1])
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16"}, {"offload": "optimizer"}], ids=str)
 def test_stacked_experts_train_to_the_same_bits_at_every_stage(options, clip):
@@ -123,6 +125,7 @@ def test_stacked_experts_train_to_the_same_bits_at_every_stage(options, clip):
         assert_same_bits(run_job(job, WORLD, 0), stage_1)
 
 
+@again_but("3")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_cut_by_another_dimension_changes_no_bit(stage, monkeypatch):
     balanced = run_job(JOB, WORLD, stage)
@@ -158,6 +161,7 @@ def test_matrix_optimizers_step_whole_matrices(kind):
     assert_close(run_job(job, WORLD, 3), train_plain(job), relative)
 
 
+@again_but("True")
 @pytest.mark.parametrize("feedback", [False, True])
 def test_quantized_messages_carry_every_slab(feedback):
     def body(rank):
@@ -198,6 +202,7 @@ def test_the_face_is_a_dtensor_of_the_dimension_that_is_cut(stage):
     run_ranks(WORLD, body)
 
 
+@worlds_in_turn
 @pytest.mark.parametrize(
     ("stage", "shares"),
     [(0, (2, 1, 1)), (1, (1, 0, 2)), (1, (2, 1, 1)), (3, (1, 0, 2)), (3, (2, 1, 1))],
@@ -297,6 +302,7 @@ def saved(path: Any, world: int, shares: tuple[int, ...] | None) -> dict[str, Te
     return run_ranks(world, body)[0]
 
 
+@again_but("3-None", "2-old2", "3-old3")
 @pytest.mark.parametrize(("old_world", "old"), [(3, None), (2, None), (2, (1, 3)), (3, (1, 0, 2))])
 def test_checkpoints_move_between_cuts(tmp_path, old_world, old):
     wanted = saved(tmp_path / "saved", old_world, old)
@@ -308,6 +314,7 @@ def test_checkpoints_move_between_cuts(tmp_path, old_world, old):
             assert torch.equal(got[name], value), (world, shares, name)
 
 
+@again_but("3-shares2")
 @pytest.mark.parametrize(("world", "shares"), [(3, None), (2, (1, 3)), (3, (1, 0, 2))])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torch_reads_what_we_write_and_the_reverse(tmp_path, world, shares):
@@ -335,6 +342,7 @@ def test_torch_reads_what_we_write_and_the_reverse(tmp_path, world, shares):
             assert torch.equal(got[name], weight), name
 
 
+@again_but("3-shares2")
 @pytest.mark.parametrize(("world", "shares"), [(3, None), (2, (1, 3)), (3, (1, 0, 2))])
 def test_pretrained_files_go_round(tmp_path, world, shares):
     def body(rank):
@@ -369,6 +377,8 @@ def test_an_export_writes_boxes_to_their_places(tmp_path):
 # unequal shares
 
 
+@again_but("shares1-3", "shares2-1")
+@worlds_in_turn
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("shares", WEIGHTS)
 def test_unequal_shares_train_to_the_same_bits(shares, stage):
@@ -394,6 +404,7 @@ def test_unequal_shares_train_to_the_same_bits(shares, stage):
             torch.testing.assert_close(weights[name], weight, rtol=1e-5, atol=1e-6, msg=name)
 
 
+@again_but("shares2")
 @pytest.mark.parametrize("shares", WEIGHTS)
 def test_faces_of_unequal_shares_read_right(shares):
     def body(rank):
@@ -427,6 +438,7 @@ def test_faces_of_unequal_shares_read_right(shares):
     run_ranks(len(shares), body)
 
 
+@again_but("inf")
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
 def test_clipping_by_any_norm_works_beside_a_rank_that_holds_nothing(norm_type):
     def body(rank, weights):
@@ -470,6 +482,7 @@ def test_ranks_that_disagree_on_shares_are_refused_on_every_rank():
     run_ranks(WORLD, body)
 
 
+@again_but("bf16-shares1", "cpu-shares1", "disk-shares0", "int8-shares1")
 @pytest.mark.parametrize("shares", [(1, 0, 2), (1, 3)])
 @pytest.mark.parametrize(
     "choices",
@@ -536,6 +549,7 @@ def in_process(rank: int, shares: tuple[int, ...] | None) -> None:
             assert torch.equal(own[name], p), name
 
 
+@again_but("shares1")
 @pytest.mark.process
 @pytest.mark.parametrize("shares", [None, (1, 0, 2)])
 def test_real_processes_cut_as_threads_do(shares):

@@ -23,6 +23,7 @@ from onefold.wire import transport
 from tests.support import experts
 from tests.support.experts import Axis
 from tests.support.ranks import every_rank, run_ranks, seeded
+from tests.support.rows import again_but, worlds_in_turn
 
 MESHES = [(2, 2), (1, 2), (1, 4), (3, 1), (1, 3), (2, 1)]
 
@@ -32,6 +33,8 @@ def plain(replicas: int, number: int, is_listed: bool = False) -> dict[str, torc
     return experts.plain_gradients(Axis(replicas, number, is_listed=is_listed))
 
 
+@again_but("shape2-3", "shape3-0", "shape4-1", "shape5-3")
+@worlds_in_turn
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("shape", MESHES)
 def test_gradients_are_those_of_one_process_with_all_experts(shape, stage):
@@ -53,6 +56,7 @@ def test_a_divisor_that_is_twice_as_large_is_another_gradient(monkeypatch):
     assert experts.error(found, plain(2, 2)) == pytest.approx(0.5)
 
 
+@again_but("shape1")
 @pytest.mark.parametrize("shape", [(2, 2), (1, 2)])
 def test_a_mean_over_the_wrong_number_of_ranks_is_another_gradient(monkeypatch, shape):
     made = own_meshes.OwnMesh
@@ -61,12 +65,14 @@ def test_a_mean_over_the_wrong_number_of_ranks_is_another_gradient(monkeypatch, 
     assert experts.error(found, plain(*shape)) == pytest.approx(0.5)
 
 
+@again_but("shape1")
 @pytest.mark.parametrize("shape", [(2, 2), (1, 4)])
 def test_listed_experts_are_stacked_and_train_like_the_list(shape):
     found = experts.run(Axis(*shape, is_listed=True), experts.gradients)
     assert experts.error(found, plain(*shape, is_listed=True)) < 1e-12
 
 
+@worlds_in_turn
 @pytest.mark.parametrize(("world", "stage"), [(1, 3), (3, 2), (2, 0)])
 def test_a_checkpoint_of_listed_experts_loads_into_the_list(world, stage, tmp_path):
     """Weights, averages, and the next step by moments and groups: each expert gets its rows."""
@@ -146,6 +152,7 @@ def test_states_that_do_not_belong_to_one_expert_are_not_cut(rank, tmp_path):
     assert all(torch.equal(p.to_local(), before[n]) for n, p in model.named_parameters())
 
 
+@again_but("shape1")
 @pytest.mark.parametrize("shape", [(2, 2), (1, 3)])
 def test_ten_steps_at_every_stage_are_those_of_one_process(shape):
     """Stages are equal bit for bit in fp32; one process in fp64, as AdamW amplifies rounding."""
@@ -160,6 +167,7 @@ def test_ten_steps_at_every_stage_are_those_of_one_process(shape):
     assert experts.error(weights, experts.plain_weights_after(precise)) < 1e-13
 
 
+@again_but("states on the CPU", "int8")
 @pytest.mark.parametrize(
     "options",
     [
@@ -180,6 +188,7 @@ def test_tiers_precision_and_wire_reach_units_with_their_own_mesh(options):
         assert 0 < experts.error(found, exact) < 0.2
 
 
+@again_but("3")
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_micro_batches_and_recompute_reach_the_gradients_of_one_process(stage):
     def body(rank: int, axis: Axis) -> dict[str, torch.Tensor]:
@@ -243,6 +252,7 @@ def test_units_with_their_own_mesh_send_among_its_ranks_alone():
         assert sent == times * wanted, (name, sent, wanted, found)
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("ranks", [2, 3, 6, 48, 64, 100])
 @pytest.mark.parametrize(
     "shape",

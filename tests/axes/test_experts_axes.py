@@ -17,6 +17,7 @@ from onefold.recording.report import Report
 from tests.support import experts
 from tests.support.experts import Axis
 from tests.support.ranks import run_ranks
+from tests.support.rows import again_but
 
 
 def gradients_and_norm(model: nn.Module, rows: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -34,6 +35,7 @@ def assert_plain(results: list[tuple[dict[str, Tensor], Tensor]], axis: Axis) ->
         torch.testing.assert_close(of_rank, norm, rtol=1e-12, atol=0)
 
 
+@again_but("gradients")
 @pytest.mark.parametrize("secondary", ["optimizer", "gradients"])
 def test_experts_train_where_the_other_units_know_nodes(secondary):
     def body(rank: int) -> Any:
@@ -46,6 +48,7 @@ def test_experts_train_where_the_other_units_know_nodes(secondary):
     assert_plain(run_ranks(4, body), Axis(2, 2))
 
 
+@again_but("3")
 @pytest.mark.filterwarnings("ignore:While redistributing")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_experts_and_tensor_parallel_layers_train_as_in_one_process(stage, tmp_path):

@@ -30,6 +30,7 @@ from tests.support.pipelines import (
     rows,
 )
 from tests.support.ranks import run_processes
+from tests.support.rows import again_but
 
 pytestmark = pytest.mark.process
 
@@ -120,6 +121,7 @@ def in_fp64(mesh):
         assert_near(pipe.grads(), wanted, "grad", 1e-12)
 
 
+@again_but("3")
 @pytest.mark.parametrize("dp", [2, 3])
 def test_gradients_equal_one_process_in_fp64_and_a_wrong_divisor_shows(dp):
     run(2, dp, in_fp64)
@@ -171,6 +173,7 @@ def windows(mesh, layers):
             assert not any(unit.unsharded.is_held for unit in engine_of(module).units)
 
 
+@again_but("a unit a block")
 @pytest.mark.parametrize("layers", [4, 8], ids=["a unit of several modules", "a unit a block"])
 def test_units_outside_the_window_are_gathered_for_each_use(layers):
     run(2, 2, windows, layers)

@@ -24,6 +24,7 @@ from onefold.errors import CheckpointError, ConfigError, StateError, WireError
 from tests.axes.test_pipeline_ties import TIED, loss, one_process, stages_of, step, tokens
 from tests.support.pipelines import Pipe, assert_near, blocks, plain_backward, rows
 from tests.support.ranks import run_processes
+from tests.support.rows import again_but
 
 pytestmark = pytest.mark.process
 
@@ -80,6 +81,7 @@ def norm_of_stages(mesh):
         onefold.save("never", *pipe.modules.values())
 
 
+@again_but("shape2")
 @pytest.mark.parametrize("shape", [(2, 1), (3, 1), (2, 2)])
 def test_driven_stages_know_their_pipeline_and_undriven_ones_are_refused(shape):
     run_processes(math.prod(shape), _in_process, shape, norm_of_stages)

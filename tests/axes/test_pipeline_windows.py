@@ -16,6 +16,7 @@ from onefold.planner.trace import Trace, tokens_of, trace
 from onefold.recipe import Recipe
 from tests.support.free_memory import has_free
 from tests.support.ranks import run_ranks, seeded
+from tests.support.rows import again_but
 
 SIZES = GPTConfig(num_layers=8, width=64, num_heads=4, lr=1e-3)
 SEQ, DATA = 16, 2
@@ -77,6 +78,7 @@ def ran(
     return [run_ranks(DATA, body, rank)[0] for rank in (0, 1)]
 
 
+@again_but("None-1", "2MiB-2")
 @pytest.mark.parametrize("virtual", [1, 2])
 @pytest.mark.parametrize("limit", [None, "2MiB"])
 def test_plans_and_runs_choose_the_same_units(virtual, limit, monkeypatch):

@@ -16,6 +16,7 @@ from onefold.errors import ConfigError, StateError
 from onefold.wire.collectives import Group
 from onefold.wire.moves import gathered
 from tests.support.ranks import run_processes, run_ranks
+from tests.support.rows import again_but
 
 ROWS, LOCAL, WIDTH = 2, 3, 4
 HEADS = [(4, 4), (8, 2), (6, 2), (3, 3), (6, 3), (5, 1), (1, 1), (2, 2)]
@@ -82,6 +83,7 @@ def assert_equal(got, wanted, relative=1e-12):
         torch.testing.assert_close(mine, other, rtol=0, atol=relative * scale)
 
 
+@again_but("4")
 @pytest.mark.parametrize("parts", [2, 3, 4])
 def test_outputs_and_gradients_are_those_of_one_process_for_any_number_of_heads(parts):
     for heads, kv_heads in HEADS:

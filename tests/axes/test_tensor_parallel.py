@@ -31,6 +31,7 @@ from onefold.engine.registry import engine_of
 from onefold.wire.collectives import Group
 from tests.support.models import VOCAB, Model
 from tests.support.ranks import every_rank, run_ranks, seeded
+from tests.support.rows import again_but
 
 ROWS, LENGTH = 2, 12  # of one data rank
 Named = dict[str, Tensor]
@@ -145,6 +146,7 @@ def trained(rank: int, dp: int, tp: int, steps: int, choices: dict[str, Any]) ->
     return run.train(steps), weights_of(run.model)
 
 
+@again_but("2-2", "1-3")
 @pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 2), (1, 3)])
 def test_gradients_and_weights_are_those_of_one_process_and_bitwise_those_of_other_stages(dp, tp):
     wanted, end = one_process(dp, 2, torch.float64)
@@ -207,6 +209,7 @@ def _accumulated(rank: int, stage: int) -> Named:
     return grads_of(run.model)
 
 
+@again_but("3")
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_micro_batches_add_up(stage):
     (wanted, *_), _ = one_process(2, 1, torch.float64)
@@ -227,6 +230,7 @@ def test_other_tiers_have_the_same_bits_and_quantized_wires_are_near(tmp_path):
 # clipping
 
 
+@again_but("inf")
 @pytest.mark.parametrize("order", [2.0, math.inf])
 def test_both_ways_to_clip_have_the_norm_of_one_process(order):
     norms: list[float] = []

@@ -16,6 +16,7 @@ import onefold
 from onefold.compose.cut_axes import HOOKED
 from tests.axes.test_tensor_parallel import check_close, grads_of, weights_of
 from tests.support.ranks import every_rank, run_ranks, seeded
+from tests.support.rows import again_but
 
 pytest.importorskip("transformers")
 
@@ -72,6 +73,7 @@ def trained(rank: int, kind: str, stage: int) -> Any:
     return grads, weights_of(model), logits
 
 
+@again_but("Qwen3")
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
 def test_a_model_that_transformers_has_cut_trains_as_in_one_process(kind):
     """Qwen3 sums the gradients of its q_norm and k_norm in hooks: before any reduction."""

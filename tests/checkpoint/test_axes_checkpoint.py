@@ -15,6 +15,7 @@ from onefold.checkpoint.safetensors import OffsetWriter
 from onefold.wire_config import PRESETS
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import run_ranks, seeded
+from tests.support.rows import again_but, worlds_in_turn
 
 BATCHES = token_batches(4)
 PLACES = [(3, "weights"), (3, "gradients"), (3, "optimizer"), (2, None), (1, "optimizer")]
@@ -55,6 +56,8 @@ def close(got, wanted, within=1e-5):
         torch.testing.assert_close(got[name], value, rtol=0, atol=within, msg=name)
 
 
+@again_but("3-weights", "1-optimizer")
+@worlds_in_turn
 @pytest.mark.parametrize(("stage", "secondary"), PLACES)
 def test_a_run_goes_on_from_any_placement_in_any_other(stage, secondary, tmp_path):
     """Bit for bit on the same mesh; on one axis, which sums in another order, to 1e-5.
@@ -88,6 +91,8 @@ def test_a_run_goes_on_from_any_placement_in_any_other(stage, secondary, tmp_pat
         close(run_ranks(4, resume, None, 3, None)[0], wanted)
 
 
+@again_but("shape3-2-None", "shape5-3-gradients", "shape6-1-optimizer")
+@worlds_in_turn
 @pytest.mark.parametrize(
     ("shape", "stage", "secondary"),
     [((2, 2), *place) for place in PLACES] + [((3, 2), 3, "gradients"), ((3, 2), 1, "optimizer")],
@@ -125,6 +130,7 @@ def test_saving_between_micro_batches_changes_nothing(shape, stage, secondary, t
             close(got, wanted)
 
 
+@again_but("3")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_replica_that_differences_go_to_begins_anew_with_what_is_loaded(stage, tmp_path):
     """The first message after a load is exact, so outputs are those of an exact wire."""

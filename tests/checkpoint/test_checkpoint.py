@@ -36,6 +36,7 @@ from onefold.foreign.dcp_export import export_dcp
 from onefold.foreign.unpickling import read_object, read_pickle
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import run_processes, run_ranks, seeded
+from tests.support.rows import again_but, worlds_in_turn
 
 BATCHES = token_batches(4)
 SAVED_AFTER = 2
@@ -175,6 +176,8 @@ def places_from(world: int, stage: int) -> list[tuple[int, int]]:
     return [(there, (world + stage + there) % len(STAGES)) for there in WORLDS]
 
 
+@again_but("1-0", "2-3", "4-1")
+@worlds_in_turn
 @pytest.mark.parametrize(("world", "stage"), EVERYWHERE)
 def test_a_run_goes_on_at_any_world_size_and_stage(tmp_path, world, stage):
     """Same bits after loading everywhere; same bits of the continued run at the same world size.
@@ -195,6 +198,7 @@ def test_a_run_goes_on_at_any_world_size_and_stage(tmp_path, world, stage):
                 assert went_on == pytest.approx(losses, rel=1e-6)
 
 
+@worlds_in_turn
 @pytest.mark.parametrize(("world", "stage"), [(1, 3), (2, 1), (3, 3), (4, 0)])
 def test_a_run_in_bf16_goes_on_with_its_masters(tmp_path, world, stage):
     """The same law for narrow weights: they, their masters and moments, and the bits of the run."""
@@ -254,6 +258,7 @@ def test_without_a_process_group_nothing_else_is_needed(tmp_path):
     assert again.train(BATCHES[2:]).losses == run.train(BATCHES[2:]).losses[2:]
 
 
+@again_but("SGD", "Muon")
 @pytest.mark.parametrize("kind", ["SGD", "Adagrad", "Adafactor", "Muon"])
 def test_other_optimizers_resume_too(tmp_path, kind):
     """Momentum without second moments; states of odd shapes; whole matrices on their owners."""
@@ -369,6 +374,7 @@ class Sized(nn.Module):
         super()._load_from_state_dict(state, prefix, *others)
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("is_empty", [True, False])
 @pytest.mark.parametrize("way", ["load", "load_pretrained", "load_pretrained first", "state dict"])
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (3, 0), (3, 3)])
@@ -460,6 +466,8 @@ class Scaled(Model):
         return super().forward(tokens) * self.scale + self.shift
 
 
+@again_but("0-AdamW", "3-SGD")
+@worlds_in_turn
 @pytest.mark.parametrize("kind", ["AdamW", "NAdam", "ASGD", "SGD"])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_parameters_without_rows_resume_with_their_numbers(tmp_path, stage, kind):
@@ -627,6 +635,8 @@ BETWEEN = [(world, stage, None) for world in (1, 2, 3) for stage in STAGES] + [
 ]  # fmt: skip
 
 
+@again_but("1-0-None", "3-1-None", "1-3-dtype12")
+@worlds_in_turn
 @pytest.mark.parametrize(("world", "stage", "dtype"), BETWEEN)
 def test_a_save_between_micro_batches_goes_on_there(tmp_path, world, stage, dtype):
     """Gradients so far are part of the run: the step ends with the bits it would have had.
@@ -659,6 +669,7 @@ def test_a_save_between_micro_batches_goes_on_there(tmp_path, world, stage, dtyp
                 torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
+@again_but("3")
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_what_a_failed_backward_has_left_is_not_saved(tmp_path, stage):
     """Ranks train other layers, so some have nothing of a unit to send."""
@@ -702,6 +713,7 @@ def assert_same_gradients(ranks):
             assert a is None or torch.equal(*(getattr(g, "_local_tensor", g) for g in (a, b)))
 
 
+@again_but("3")
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_load_after_a_failed_backward_keeps_the_gradients_of_the_checkpoint(tmp_path, stage):
     def fail(grad):
@@ -750,6 +762,8 @@ AFTER_STEP = [
 ]
 
 
+@again_but("1-1-None-True", "1-3-optimizer-False", "2-1-optimizer-True", "2-3-cpu-False")
+@worlds_in_turn
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize(("world", "stage", "offload"), AFTER_STEP)
 def test_a_load_brings_back_gradients_since_the_last_step_and_no_others(
@@ -834,6 +848,7 @@ def test_a_rank_reads_no_more_than_its_rows_and_block_ends(tmp_path, monkeypatch
     assert 2 * whole_model <= sum(read) <= 2 * whole_model * 1.3
 
 
+@again_but("3")
 @pytest.mark.parametrize("world", [1, 3])
 def test_files_of_many_chunks_come_back_from_any_cut(tmp_path, world, monkeypatch):
     """Past the page cache and read ahead, with archives' headers across chunks; and without."""
@@ -900,6 +915,7 @@ def test_a_directory_without_a_checkpoint_is_refused(tmp_path):
         refused(tmp_path / name, got)
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("held", ["nothing", "no entry", "a draft", "a broken checkpoint"])
 def test_a_run_starts_anew_where_there_is_no_complete_checkpoint(tmp_path, world, held):
@@ -1163,6 +1179,7 @@ def _flipped(data: bytes, index: int) -> bytes:
     return data[:index] + bytes([data[index] ^ 1]) + data[index + 1 :]
 
 
+@again_but("truncated", "zero-filled", "the first bit flipped", "deleted")
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_an_error_that_names_it(saved, damage):
     """Whatever happens to whichever file: never a silent load, on any rank."""
@@ -1292,6 +1309,7 @@ def test_a_background_save_that_fails_is_told_at_the_next_call_and_training_goes
     assert [path.name for path in tmp_path.iterdir() if path.name[0] != "."] == ["c"]
 
 
+@again_but("rename")
 @pytest.mark.parametrize("call", ["write", "fsync", "rename"])
 def test_an_error_of_the_disk_leaves_the_old_checkpoint_and_the_run(tmp_path, monkeypatch, call):
     """ENOSPC or EIO at any call: a clear error on every rank, nothing left, training goes on."""
@@ -1499,6 +1517,7 @@ class Counting(torch.optim.SGD):
         return super().step(closure)
 
 
+@again_but("3")
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_state_of_an_optimizer_that_belongs_to_no_parameter_is_kept(world_size, tmp_path):
     def started():

@@ -11,6 +11,7 @@ from torch import nn
 import onefold
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import run_ranks, seeded
+from tests.support.rows import again_but, worlds_in_turn
 
 
 class WithState(nn.Module):
@@ -53,6 +54,13 @@ PLACES = [{"stage": stage} for stage in (0, 1, 2, 3)] + [
 ]
 
 
+@again_but(
+    "{'stage': 2}-3",
+    "{'stage': 3}-1",
+    "{'stage': 2, 'offload': 'optimizer'}-2",
+    "{'stage': 3, 'offload': 'cpu', 'precision': 'bf16'}-3",
+)
+@worlds_in_turn
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("choices", PLACES, ids=str)
 def test_rank_0_gets_every_value_and_the_others_nothing(world_size, choices):

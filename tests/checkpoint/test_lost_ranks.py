@@ -15,6 +15,7 @@ from onefold.checkpoint.rank_files import RankFiles
 from onefold.checkpoint.source import Source
 from tests.support.models import Model
 from tests.support.ranks import run_processes, seeded, shorten_timeout
+from tests.support.rows import again_but
 
 TIMEOUT_S = 4
 
@@ -53,6 +54,7 @@ def lose_a_rank(rank: int, place: str, how: str, folder: str) -> None:
     os._exit(0)
 
 
+@again_but("save prepares-dies", "load compares-dies", "save writes-stops", "load reads-stops")
 @pytest.mark.process
 @pytest.mark.parametrize(("place", "how"), [
     *((place, "dies") for place in PLACES), ("save writes", "stops"), ("load reads", "stops"),

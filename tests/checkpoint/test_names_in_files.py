@@ -19,6 +19,7 @@ from onefold.checkpoint.offline import export
 from onefold.checkpoint.safetensors import PretrainedFiles
 from onefold.errors import CheckpointError, StateError
 from tests.support.ranks import run_ranks
+from tests.support.rows import worlds_in_turn
 
 transformers = pytest.importorskip("transformers")
 
@@ -88,6 +89,7 @@ def assert_equal(found: dict[str, Any], wanted: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], value), name
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("build", KINDS.values(), ids=KINDS)
 def test_what_transformers_saves_is_read_and_written_again_alike(tmp_path, build, world_size):

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 import onefold
 from onefold import CheckpointError, ConfigError
 from tests.support.ranks import run_ranks, seeded
+from tests.support.rows import worlds_in_turn
 
 
 class Each(torch.optim.Optimizer):
@@ -288,6 +289,7 @@ def resumed(rank, folder, make, choices):
     return weights_of(module), continued(rank, folder, make, choices)
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("make", [Divided, Recalling, Counting])
 @pytest.mark.parametrize(("world", "stage"), [(1, 3), (3, 1), (3, 3)])
 def test_a_rank_goes_on_from_its_own_state_dict(make, world, stage):
@@ -311,6 +313,7 @@ def continued(rank, folder, make, choices):
     return weights_of(module)
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("make", CLASSES)
 @pytest.mark.parametrize(("world", "stage"), [(1, 3), (3, 0), (2, 2), (3, 3)])
 def test_all_that_a_class_keeps_comes_back(make, world, stage, tmp_path):

@@ -17,6 +17,7 @@ from onefold import CheckpointError
 from onefold.checkpoint.offline import export
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import run_ranks, seeded
+from tests.support.rows import again_but, worlds_in_turn
 
 transformers = pytest.importorskip("transformers")
 
@@ -58,6 +59,7 @@ CLASSES = {
 }
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_files_hold_every_tensor_once_in_its_dtype(tmp_path, world, stage):
@@ -82,6 +84,7 @@ def test_files_hold_every_tensor_once_in_its_dtype(tmp_path, world, stage):
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in found.values())
 
 
+@again_but("bert")
 @pytest.mark.parametrize("kind", CLASSES)
 def test_transformers_opens_what_we_save_and_we_what_it_saves(tmp_path, kind):
     auto = CLASSES[kind]
@@ -112,6 +115,7 @@ def test_transformers_opens_what_we_save_and_we_what_it_saves(tmp_path, kind):
             assert torch.equal(found[name], weight), name
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_model_on_meta_is_filled_while_it_is_sharded(tmp_path, kind, stage):
@@ -322,6 +326,7 @@ def test_training_goes_on_with_loaded_weights(tmp_path):
 # from checkpoints, without ranks
 
 
+@again_but("3")
 @pytest.mark.parametrize("world", [1, 3])
 def test_an_export_is_what_save_pretrained_writes(tmp_path, world):
     """From the checkpoint alone, file for file, with a config.json; from masters where asked."""

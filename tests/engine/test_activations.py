@@ -32,6 +32,7 @@ from onefold.tier.workers import Workers
 from tests.support.forking import HANG_S
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import run_ranks, seeded
+from tests.support.rows import again_but, worlds_in_turn
 from tests.support.training import Job, assert_same_bits, train_sharded
 
 CPU = torch.device("cpu")
@@ -182,6 +183,7 @@ def assert_equal(got, wanted):
 # laws of values
 
 
+@again_but("plain-none", "recompute-none", "reentrant-all", "reentrant-some", "reentrant-none")
 @pytest.mark.parametrize("limits", [EAGER, None, ALL_NEAR], ids=["all", "some", "none"])
 @pytest.mark.parametrize("recompute", [None, False, True], ids=["plain", "recompute", "reentrant"])
 def test_gradients_are_bitwise_those_of_activations_that_stay(tmp_path, limits, recompute):
@@ -238,6 +240,7 @@ def test_gradients_of_gradients_are_the_same(tmp_path):
     assert_equal(grads_of(module, batch(True), disk, second), wanted)
 
 
+@again_but("RNN")
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_cells_that_change_parts_of_a_storage_in_place_are_the_same(tmp_path, kind):
     class Cell(nn.Module):
@@ -712,6 +715,8 @@ def offloaded(rank, job, world_size, stage, limits):
     return train_sharded(rank, changed, world_size, stage), max(moved)
 
 
+@again_but("1-3", "3-2")
+@worlds_in_turn
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_training_with_activations_on_disk_gives_the_same_bits(tmp_path, world_size, stage):

@@ -20,6 +20,7 @@ from onefold.engine.behaviour import behaviour_of
 from onefold.engine.registry import engine_of
 from onefold.errors import ConfigError
 from tests.support.ranks import every_rank, run_ranks, seeded
+from tests.support.rows import again_but, worlds_in_turn
 from tests.support.zoo import whole
 
 
@@ -393,6 +394,7 @@ def searching(parameters):
     return lbfgs(parameters, "strong_wolfe")
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("make", [lbfgs, searching, *SUMS, *COUPLED])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_in_one_process_an_optimizer_of_all_parameters_has_the_bits_of_plain_torch(make, stage):
@@ -402,6 +404,8 @@ def test_in_one_process_an_optimizer_of_all_parameters_has_the_bits_of_plain_tor
     assert all(map(torch.equal, weights, wanted))
 
 
+@again_but("2-Clipped", "3-Counted")
+@worlds_in_turn
 @pytest.mark.parametrize("make", [lbfgs, searching, *SUMS, *COUPLED])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_at_stage_0_every_rank_steps_all_parameters_as_plain_torch_does(make, world_size):
@@ -418,6 +422,7 @@ def test_at_stage_0_every_rank_steps_all_parameters_as_plain_torch_does(make, wo
             torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance / 10)
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("make", [lbfgs, *COUPLED, Langevin])
 @every_rank(3)
@@ -486,6 +491,8 @@ def test_a_probe_finds_what_a_step_depends_on(name):
     assert behaviour.in_blocks == (kind == "elementwise" and make not in apart)
 
 
+@again_but("1-Counting", "3-Renamed")
+@worlds_in_turn
 @pytest.mark.parametrize("make", [SignLike, Renamed, Counting])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_an_elementwise_class_of_any_library_is_stepped_in_flat_groups(make, world_size):
@@ -512,6 +519,8 @@ def test_one_call_of_a_class_of_any_library_steps_a_unit():
     assert [len(shape) for shape in shapes] == [1, 1]  # two layers, of a matrix and a vector each
 
 
+@again_but("1-ScheduleFreeLike", "3-Renamed")
+@worlds_in_turn
 @pytest.mark.parametrize("make", [SignLike, Renamed, ScheduleFreeLike])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_an_elementwise_class_of_any_library_is_offloaded_with_the_bits_of_the_device(
@@ -527,6 +536,7 @@ def test_an_elementwise_class_of_any_library_is_offloaded_with_the_bits_of_the_d
         assert all(map(torch.equal, weights, wanted))
 
 
+@again_but("3")
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_an_average_of_weights_waits_for_the_step_in_the_background(world_size, monkeypatch):
     monkeypatch.setattr(blocks, "BLOCK_NUMEL", 16)
@@ -551,6 +561,8 @@ def test_an_average_of_weights_waits_for_the_step_in_the_background(world_size, 
     run_ranks(world_size, body)
 
 
+@again_but("3-ProdigyLike")
+@worlds_in_turn
 @pytest.mark.parametrize("make", SUMS)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_sums_over_all_elements_are_taken_over_all_ranks(make, world_size):
@@ -585,6 +597,7 @@ def test_sums_cost_a_few_bytes_a_step_and_states_are_cut_as_those_of_adam(make):
     assert run_ranks(3, body) == [4, 4, 4]  # two units, two sums each
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("make", SUMS)
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (3, 1), (3, 3)])
 @every_rank()
@@ -631,6 +644,8 @@ def test_a_parameter_without_dimensions_would_be_summed_on_every_rank_and_is_ref
         onefold.shard(module, DAdapted(module.parameters()), stage=3)
 
 
+@again_but("cpu-3")
+@worlds_in_turn
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("offload", [None, "cpu"])
 def test_weights_that_a_class_swaps_for_evaluation_are_those_of_plain_torch(world_size, offload):
@@ -787,6 +802,7 @@ class Around(Optimizer):
         self.base.step()
 
 
+@worlds_in_turn
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (3, 1), (3, 3)])
 @pytest.mark.parametrize("is_built_after", [False, True])
 def test_of_an_optimizer_around_another_the_one_inside_is_passed_to_shard(
@@ -831,6 +847,7 @@ class Curved(Optimizer):
             p.sub_(p.grad / (1 + curved.abs()))
 
 
+@worlds_in_turn
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (3, 1)])
 @every_rank()
 def test_a_class_that_differentiates_gradients_is_refused_by_name(rank, world_size, stage):
@@ -884,6 +901,7 @@ def test_offloaded_states_of_complex_parameters_are_refused():
     optimizer.step()
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("offload", [None, "optimizer"])
@@ -1035,6 +1053,7 @@ def test_a_probe_leaves_the_optimizer_and_the_generator_as_they_are_and_runs_onc
     assert torch.equal(torch.get_rng_state(), generator)
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("make", [Dealing, ListDealing, OfModelDealing])
 @pytest.mark.parametrize("stage", [1, 3])
 @every_rank(3)

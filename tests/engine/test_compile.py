@@ -30,6 +30,7 @@ from onefold.wire.collectives import Group
 from onefold.wire.world import World
 from tests.support.models import VOCAB, WIDTH, Block, Model, next_token_loss, token_batches
 from tests.support.ranks import every_rank, run_ranks, seeded
+from tests.support.rows import again_but, worlds_in_turn
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
@@ -167,16 +168,26 @@ def same(ranks: int, build: Any, how: Any, backend: Any, **options: Any) -> None
     assert found == wanted
 
 
+@again_but(
+    "wrapped_units-False-3",
+    "in_place-False-3",
+    "compile-False-3",
+    "units-False-2",
+    "compile-True-1",
+)
+@worlds_in_turn
 @pytest.mark.parametrize(("how", "first", "stage"), WAYS)
 def test_compiled_losses_equal_uncompiled_ones(how, first, stage):
     same(2, small, how, "eager" if first else "aot_eager", first=first, stage=stage)
 
 
+@again_but("3")
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_any_number_of_ranks_trains_alike(ranks):
     same(ranks, small, units, "aot_eager", stage=3)
 
 
+@again_but("units-options2", "compile-options5", "units-options8")
 @pytest.mark.parametrize(
     ("how", "options"),
     [
@@ -201,6 +212,7 @@ def test_activations_leave_the_device_from_compiled_blocks_too(tmp_path):
     same(2, small, units, "aot_eager", offload=Offload(activations="disk", disk=str(tmp_path)))
 
 
+@again_but("units-True", "compile-False")
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("how", [units, torch.compile])
 def test_recompute_inside_and_around_units_changes_nothing(how, use_reentrant):
@@ -208,6 +220,7 @@ def test_recompute_inside_and_around_units_changes_nothing(how, use_reentrant):
     same(2, lambda: Straight(use_reentrant), how, "eager")
 
 
+@again_but("Straight-aot_eager-options0", "Straight-eager-options3", "build6-eager-options6")
 @pytest.mark.parametrize(
     ("build", "backend", "options"),
     [
@@ -290,6 +303,8 @@ class WritesData(Block):
         return super().forward(x)
 
 
+@again_but("3-WritesData")
+@worlds_in_turn
 @pytest.mark.parametrize("kind", [ReadsData, WritesData])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_data_of_a_weight_is_read_and_written_inside_one_graph(kind, stage):
@@ -319,6 +334,7 @@ def whole_step(rank: int, compiles: Any, stage: int) -> list[float]:
     return [step(tokens.chunk(2)[rank]).item() for tokens in token_batches(STEPS)]
 
 
+@again_but("3")
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_compiled_training_step_ends_its_graphs_at_the_engine(stage):
     wanted = run_ranks(2, whole_step, lambda step: step, stage)

@@ -14,6 +14,7 @@ import onefold
 from onefold.engine.registry import engine_of
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import every_rank, run_ranks, seeded
+from tests.support.rows import again_but, worlds_in_turn
 
 DECAY = 0.9
 
@@ -98,6 +99,14 @@ def bits(module):
     return found
 
 
+@again_but(
+    "{'stage': 0}-1",
+    "{'stage': 3}-1",
+    "{'stage': 3, 'offload': 'disk'}-1",
+    "{'stage': 3, 'precision': 'bf16'}-2",
+    "{'stage': 1, 'dtype': torch.bfloat16}-3",
+    "{'stage': 3, 'dtype': torch.bfloat16, 'offload': 'optimizer'}-1",
+)
 @each_choice(0)
 @every_rank()
 def test_it_averages_what_the_optimizer_steps_as_torch_does(rank, world_size, choices, tmp_path):
@@ -118,6 +127,8 @@ def test_it_averages_what_the_optimizer_steps_as_torch_does(rank, world_size, ch
         torch.testing.assert_close(mine[name], value.detach(), rtol=1e-6, atol=1e-7)
 
 
+@again_but("1-3", "3-2")
+@worlds_in_turn
 @worlds
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_it_is_the_average_of_a_plain_run(world_size, stage):
@@ -146,6 +157,14 @@ def test_it_is_the_average_of_a_plain_run(world_size, stage):
     run_ranks(world_size, body)
 
 
+@again_but(
+    "{'stage': 0}-3",
+    "{'stage': 3}-3",
+    "{'stage': 3, 'offload': 'disk'}-3",
+    "{'stage': 3, 'precision': 'bf16'}-1",
+    "{'stage': 1, 'dtype': torch.bfloat16}-2",
+    "{'stage': 3, 'dtype': torch.bfloat16, 'offload': 'optimizer'}-3",
+)
 @each_choice(2)
 @every_rank()
 def test_the_block_leaves_every_bit_and_the_run_as_it_was(rank, world_size, choices, tmp_path):
@@ -185,6 +204,7 @@ def test_an_exception_in_the_block_brings_the_weights_back(rank, stage):
     step(module, optimizer, token_batches(1)[0])
 
 
+@again_but("2-1")
 @pytest.mark.parametrize(("saving", "loading"), [(2, 3), (3, 2), (2, 1)])
 def test_dcp_resumes_it_at_another_number_of_ranks(saving, loading, tmp_path):
     def save(rank):
@@ -205,6 +225,7 @@ def test_dcp_resumes_it_at_another_number_of_ranks(saving, loading, tmp_path):
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+@again_but("3")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_save_and_load_keep_it_at_any_number_of_ranks_and_stage(stage, tmp_path):
     def save(rank):
@@ -232,6 +253,7 @@ def test_save_and_load_keep_it_at_any_number_of_ranks_and_stage(stage, tmp_path)
 SHARES = {1: None, 2: [3, 1], 3: [1, 0, 2]}
 
 
+@again_but("3")
 @pytest.mark.parametrize("saving", [2, 3])
 def test_save_and_load_keep_it_over_uneven_shares(saving, tmp_path):
     def started(seed=0):

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import onefold
 from onefold.config import Offload
 from tests.support.ranks import every_rank, run_ranks, seeded
+from tests.support.rows import worlds_in_turn
 from tests.support.zoo import whole
 
 
@@ -133,6 +134,7 @@ def compare(
             torch.testing.assert_close(got[name], value, rtol=rel, atol=rel, msg=name)
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("register", [each, by_block, whole_model])
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (3, 0), (2, 1), (3, 2), (3, 3)])
 def test_hooks_step_the_weights_that_they_step_in_one_process(register, world_size, stage):
@@ -191,6 +193,7 @@ def test_hooks_registered_before_shard_step_afterwards(world_size, stage):
             torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-5)
 
 
+@worlds_in_turn
 @pytest.mark.parametrize(
     ("world_size", "stage", "is_each"), [(1, 0, True), (2, 1, False), (3, 3, True)]
 )

@@ -20,6 +20,7 @@ from onefold.tier.step_device import NUM_STREAMS, STREAMED_NBYTES, DeviceStep
 from onefold.tier.store import Allocation
 from onefold.unit.buffer import Buffer
 from tests.support.link_model import DEVICE, LinkModel, Machine, ModelWorkers, Places, Stream
+from tests.support.rows import again_but
 
 BILLION_1_3 = [103e6, *[50.4e6] * 24]
 """Elements of the units of a GPT of 24 layers of width 2048."""
@@ -99,6 +100,7 @@ def run(model: LinkModel, numels: list[float]) -> tuple[float, int]:
     return crossed / model.machine.link / seconds, len(workers.tasks)
 
 
+@again_but("7 billion")
 @pytest.mark.parametrize("numels", [BILLION_1_3, BILLION_7], ids=["1.3 billion", "7 billion"])
 def test_a_streamed_step_takes_nine_tenths_of_the_link_with_one_wait_a_block(model, numels):
     share, num_blocks = run(model, numels)

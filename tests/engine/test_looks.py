@@ -13,6 +13,7 @@ import onefold
 from onefold.engine.behaviour import behaviour_of
 from onefold.engine.registry import owner_of
 from tests.support.ranks import every_rank, run_ranks, seeded
+from tests.support.rows import worlds_in_turn
 from tests.support.zoo import whole
 
 RATES = {"0.weight": 0.1, "0.bias": 2.0, "2.weight": 0.5, "2.bias": 2.0}
@@ -166,18 +167,21 @@ def assert_as_plain(make, world_size, **choices):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("make", [*BY_ATTRIBUTE, *BY_IDENTITY, Marking])
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (1, 3), (3, 0), (3, 2), (3, 3)])
 def test_a_class_finds_the_parameter_that_the_user_sees(make, world_size, stage):
     assert_as_plain(make, world_size, stage=stage)
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("make", [Scaled, *BY_IDENTITY])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_so_does_one_that_is_built_after_shard(make, stage):
     assert_as_plain(make, 2, stage=stage, is_built_later=True)
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("make", BY_ATTRIBUTE)
 @pytest.mark.parametrize("choices", [{}, {"offload": "cpu"}, {"offload": "optimizer"}], ids=str)
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -281,6 +285,7 @@ def test_torchs_own_classes_are_asked_for_no_attributes():
     assert behaviour_of(Scaled(module.parameters())).reads == {"scale"}
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("how", ["module", "register", "rate", "later"])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_overrides_of_bitsandbytes_meet_their_parameters(how, stage):

@@ -15,6 +15,7 @@ import onefold
 from onefold.config import Precision
 from tests.support.calls import OWN, CallCounter
 from tests.support.ranks import run_ranks, seeded
+from tests.support.rows import again_but
 
 MOST_PASSES = 4
 MOST_WITH_FROZEN = 5  # units are planned again once frozen weights are quantized
@@ -76,6 +77,7 @@ class Stack(nn.Module):
         return x
 
 
+@again_but("3-1-450", "2-6-430")
 @pytest.mark.parametrize(
     ("stage", "num_layers", "most"), [(3, 1, 450), (3, 6, 575), (2, 1, 310), (2, 6, 430)]
 )

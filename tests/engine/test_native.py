@@ -22,6 +22,7 @@ from onefold.wire.kernels import compiling
 from onefold.wire.kernels.library import library
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import run_ranks, seeded
+from tests.support.rows import again_but
 from tests.support.training import Job, assert_close, assert_same_bits, run_job, train_plain
 
 BF16 = torch.bfloat16
@@ -89,6 +90,16 @@ def torch_step(flat: Flats, options: dict[str, Any], steps: int) -> None:
 # one element
 
 
+@again_but(
+    "bf16-{'weight_decay': 0.0, 'maximize': False, 'is_decoupled': True}",
+    "bf16-{'weight_decay': 0.0, 'maximize': True, 'is_decoupled': False}",
+    "bf16-{'weight_decay': 0.1, 'maximize': True, 'is_decoupled': True}",
+    "fp32-{'weight_decay': 0.0, 'maximize': False, 'is_decoupled': False}",
+    "fp32-{'weight_decay': 0.0, 'maximize': True, 'is_decoupled': True}",
+    "fp32-{'weight_decay': 0.1, 'maximize': False, 'is_decoupled': True}",
+    "fp32-{'weight_decay': 0.1, 'maximize': False, 'is_decoupled': False}",
+    "fp32-{'weight_decay': 0.1, 'maximize': True, 'is_decoupled': False}",
+)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("grad", [BF16, torch.float32], ids=["bf16", "fp32"])
 def test_steps_follow_the_papers_in_double_precision(compiled, variant, grad):
@@ -237,17 +248,16 @@ def test_a_gradient_may_be_an_expanded_one(compiled):
 # the engine
 
 
-@pytest.fixture(params=["native", "torch"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """With the kernel and without it, whichever of the two is installed here."""
-    found = request.getfixturevalue("compiled")[0] if request.param == "native" else None
-    monkeypatch.setattr(adam, "kernel", lambda: found)
-    return request.param
-
-
+@again_but("Adam-bf16-native", "Adam-fp32-torch", "AdamW-bf16-torch")
+@pytest.mark.parametrize("way", ["native", "torch"])
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
-def test_stages_and_tiers_agree_bitwise_with_the_kernel_and_without(way, dtype, kind, tmp_path):
+def test_stages_and_tiers_agree_bitwise_with_the_kernel_and_without(
+    way, dtype, kind, tmp_path, request, monkeypatch
+):
+    found = request.getfixturevalue("compiled")[0] if way == "native" else None
+    monkeypatch.setattr(adam, "kernel", lambda: found)
+
     def optimizer(parameters):
         return kind(parameters, lr=1e-2, weight_decay=0.1)
 

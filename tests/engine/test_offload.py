@@ -30,6 +30,7 @@ from onefold.tier.store import GRAIN_NUMEL
 from tests.support.free_memory import has_free
 from tests.support.older_torch import offloads_adagrad
 from tests.support.ranks import every_rank, run_processes, run_ranks, seeded
+from tests.support.rows import again_but, worlds_in_turn
 
 WIDTH = 96
 
@@ -172,6 +173,8 @@ def same_as_on_device(world_size: int, *offloads: Any, **options: Any) -> None:
 # parity
 
 
+@again_but("2-3", "3-2")
+@worlds_in_turn
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_optimizer_states_in_any_tier_give_the_bits_of_the_device(world_size, stage, tmp_path):
@@ -181,6 +184,7 @@ def test_optimizer_states_in_any_tier_give_the_bits_of_the_device(world_size, st
     same_as_on_device(world_size, *offloads, stage=stage, clip=clip)
 
 
+@again_but("3")
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_parameters_in_any_tier_give_the_bits_of_the_device(world_size, tmp_path):
     tiers = ("cpu", "disk")
@@ -188,6 +192,8 @@ def test_parameters_in_any_tier_give_the_bits_of_the_device(world_size, tmp_path
     same_as_on_device(world_size, *offloads, clip=0.1)
 
 
+@again_but("double-3")
+@worlds_in_turn
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize(
     "options", [{"dtype": torch.bfloat16}, {"precision": "bf16"}, {"dtype": torch.float64}],
@@ -197,6 +203,8 @@ def test_tiers_keep_the_bits_in_every_precision(world_size, options, tmp_path):
     same_as_on_device(world_size, "optimizer", f"disk:{tmp_path}", **options)
 
 
+@again_but("1-1-None", "3-3-None")
+@worlds_in_turn
 @pytest.mark.parametrize(
     ("world_size", "stage", "dtype"),
     [(1, 1, None), (1, 3, torch.bfloat16), (2, 1, torch.bfloat16), (2, 2, None), (3, 1, None),
@@ -246,6 +254,7 @@ OPTIMIZERS: list[Any] = [
 ]  # fmt: skip
 
 
+@again_but("SGD-options1", "Adam-options2", "RAdam-options5", "Adadelta-options8", "ASGD-options11")
 @pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
 def test_every_elementwise_optimizer_of_torch_steps_from_disk(name, options, tmp_path):
     def optimizer(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -354,6 +363,7 @@ def _unsharded(module: nn.Module) -> Tensor:
         return module.embed.weight.detach().clone()
 
 
+@again_but("state_dict", "to_local", "moments", "unsharded")
 @pytest.mark.parametrize("read", READS)
 def test_whatever_reads_state_right_after_step_sees_it_stepped(read, slow_disk):
     def body(rank: int, offload: Any) -> Tensor:
@@ -367,6 +377,7 @@ def test_whatever_reads_state_right_after_step_sees_it_stepped(read, slow_disk):
         assert torch.equal(a, b)
 
 
+@again_but("2")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_gradients_zeroed_in_place_right_after_step_are_still_those_that_were_stepped(
     world_size, slow_disk
@@ -469,6 +480,7 @@ def test_a_backward_that_fails_half_way_leaves_a_module_that_must_be_loaded(rank
     train(module, optimizer, batches(1))
 
 
+@again_but("True")
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_edits_of_narrow_weights_reach_their_masters(in_backward, tmp_path):
     def body(rank: int, offload: Any) -> Outcome:
@@ -566,6 +578,7 @@ def test_one_of_two_optimizers_cannot_step_what_backward_has_stepped_for_both(ra
             backward() if way == "backwards" else onefold.save(tmp_path / "saved", module, pair)
 
 
+@again_but("1")
 @pytest.mark.parametrize("num_stepped", [0, 1])
 def test_a_load_before_all_optimizers_have_stepped_begins_anew(num_stepped, tmp_path):
     """As after an interrupt between backward and step, or between two steps."""
@@ -679,6 +692,7 @@ def test_a_step_moves_twelve_bytes_each_way_and_a_gather_four(rank, tmp_path):
         assert read == pytest.approx((4 + 4 - 1 + 4) * numel + moments, rel=0.1)
 
 
+@again_but("1.0")
 @pytest.mark.parametrize("fraction", [0.0, 0.4, 1.0])
 def test_a_fraction_of_the_states_leaves_the_device_from_the_last_unit_on(fraction, tmp_path):
     def body(rank: int) -> tuple[list[bool], float]:
@@ -697,6 +711,7 @@ def test_a_fraction_of_the_states_leaves_the_device_from_the_last_unit_on(fracti
     same_as_on_device(2, Offload("disk", disk=tmp_path, fraction=fraction), stage=2, depth=8)
 
 
+@again_but("6200000-0.5")
 @pytest.mark.parametrize(("free", "share"), [(1 << 40, 0.0), (1000, 1.0), (6_200_000, 0.5)])
 def test_auto_sends_away_what_has_no_room_and_says_why(free, share, tmp_path, monkeypatch):
     has_free(monkeypatch, free)
@@ -786,6 +801,7 @@ def test_slots_do_not_grow_with_the_model(tmp_path):
 # checkpoints
 
 
+@again_but("disk-optimizer")
 @pytest.mark.parametrize(("there", "here"), [(None, "disk"), ("disk", None), ("disk", "optimizer")])
 def test_a_run_goes_on_in_another_tier_as_if_never_stopped(there, here, tmp_path):
     def tier(choice: str | None) -> str | None:
@@ -806,6 +822,7 @@ def test_a_run_goes_on_in_another_tier_as_if_never_stopped(there, here, tmp_path
         wanted.assert_same(got)
 
 
+@again_but("1-2")
 @pytest.mark.parametrize(("there", "here"), [(2, 3), (3, 1), (1, 2)])
 def test_state_on_disk_is_loaded_by_any_number_of_ranks(there, here, tmp_path):
     def save(rank: int) -> Outcome:
@@ -862,6 +879,8 @@ def fails(
     monkeypatch.setattr(os, name, call)
 
 
+@again_but("False-1-preadv", "True-1-pwritev", "True-3-preadv")
+@worlds_in_turn
 @pytest.mark.parametrize("name", ["preadv", "pwritev"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("in_backward", [False, True])

@@ -23,6 +23,7 @@ import onefold
 from onefold.engine.flat_groups import with_numbers_on
 from onefold.engine.optimizer_state import _warn_of_keepers
 from tests.support.ranks import every_rank, run_processes, run_ranks, seeded
+from tests.support.rows import again_but, worlds_in_turn
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.save of a sharded module", "ignore:this optimizer's state dict holds"
@@ -105,6 +106,7 @@ def two_processes(rank, make, stage, is_late):
         steps(other, its_optimizer)  # an optimizer built after shard is bound at its first step
 
 
+@again_but("AdamW-False", "Muon-True")
 @pytest.mark.process
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("make", [ADAMW, MUON], ids=["AdamW", "Muon"])
@@ -112,6 +114,8 @@ def test_a_rank_loads_its_own_file_bitwise_and_refuses_that_of_another_rank(make
     run_processes(2, two_processes, make, 3, is_late)
 
 
+@again_but("3-AdamW")
+@worlds_in_turn
 @pytest.mark.parametrize("make", [ADAMW, MUON], ids=["AdamW", "Muon"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_file_of_rank_0_is_refused_on_other_ranks_and_worlds(stage, make):
@@ -130,6 +134,8 @@ def test_a_file_of_rank_0_is_refused_on_other_ranks_and_worlds(stage, make):
     run_ranks(2, body, files[1])
 
 
+@again_but("3-AdamW")
+@worlds_in_turn
 @pytest.mark.parametrize("make", [ADAMW, MUON], ids=["AdamW", "Muon"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_plain_state_dict_fits_on_every_rank(make, world_size):
@@ -152,6 +158,8 @@ def test_a_plain_state_dict_fits_on_every_rank(make, world_size):
             torch.testing.assert_close(ours, theirs.detach(), rtol=1e-4, atol=1e-4)
 
 
+@again_but("0-1", "1-3", "3-1")
+@worlds_in_turn
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_torchs_full_optimizer_state_goes_from_rank_0s_file_to_every_rank(stage, world_size):
@@ -203,6 +211,8 @@ def test_exported_counters_of_steps_are_counted_once_by_plain_torch(world_size, 
 MATRICES = [MUON, partial(torch.optim.Adafactor, lr=1e-2)]
 
 
+@again_but("Muon-0-3-False", "Muon-3-2-True", "Adafactor-1-2-True", "Adafactor-1-3-False")
+@worlds_in_turn
 @pytest.mark.parametrize("full", [True, False])
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -253,6 +263,8 @@ def test_numbers_of_a_loaded_state_go_where_a_fused_step_reads_them():
     assert moved["rate"] is rate
 
 
+@again_but("make0-onefold.load-1", "make1-load_state_dict-3")
+@worlds_in_turn
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("loads", ["onefold.load", "load_state_dict"])
 @pytest.mark.parametrize("make", [ADAMW, MUON])
@@ -315,6 +327,7 @@ def test_a_file_without_the_matrices_of_other_ranks_warns_and_names_save(options
     assert "onefold.save" in texts[0]
 
 
+@again_but("cpu")
 @pytest.mark.parametrize("offload", [None, "optimizer", "cpu"])
 def test_a_rank_without_rows_of_a_parameter_counts_its_steps_as_the_others(offload, tmp_path):
     """Any rank may write the number into a checkpoint, and bias correction follows it."""
@@ -365,6 +378,7 @@ def test_loaded_states_of_ranks_without_rows_have_the_dtype_of_their_parameter(r
         assert state["exp_avg"].dtype == parameter.dtype
 
 
+@again_but("2-3", "3-1")
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 3), (3, 1)])
 def test_lbfgs_resumes_with_its_history_on_any_number_of_ranks(before, after, tmp_path):
     rows = torch.randn(12, 6, generator=torch.Generator().manual_seed(1)).double()
@@ -406,6 +420,8 @@ class Scaled(nn.Module):
         return x.bfloat16() * self.scale + self.shift
 
 
+@again_but("load_state_dict-3")
+@worlds_in_turn
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("loads", ["onefold.load", "load_state_dict"])
 @every_rank()
@@ -445,6 +461,8 @@ class Recounting(torch.optim.Optimizer):
                 p.add_(state["mean"], alpha=-group["lr"] / state["count"])
 
 
+@again_but("3-cpu")
+@worlds_in_turn
 @pytest.mark.parametrize(("stage", "offload"), [(0, None), (1, "optimizer"), (3, None), (3, "cpu")])
 def test_values_that_a_step_replaces_are_shown_and_saved(tmp_path, stage, offload):
     def trained(count):
@@ -492,6 +510,7 @@ def test_adafactor_loads_its_own_state_on_ranks_that_keep_no_matrix():
         assert all(map(torch.equal, own, wanted))
 
 
+@again_but("make1")
 @pytest.mark.parametrize("make", [MUON, ADAFACTOR])
 def test_a_checkpoint_after_own_states_were_loaded_holds_them_alone(tmp_path, make):
     def body(rank):
@@ -509,6 +528,7 @@ def test_a_checkpoint_after_own_states_were_loaded_holds_them_alone(tmp_path, ma
         assert all(map(torch.equal, own, loaded))
 
 
+@again_but("float32-float64")
 @pytest.mark.parametrize(("first", "then"), [("float64", "float32"), ("float32", "float64")])
 def test_whole_matrix_states_load_into_a_step_of_another_dtype(tmp_path, first, then):
     def sharded(master):
@@ -532,6 +552,8 @@ def test_whole_matrix_states_load_into_a_step_of_another_dtype(tmp_path, first, 
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
+@again_but("Muon-3", "Adafactor-2")
+@worlds_in_turn
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("make", MATRICES, ids=["Muon", "Adafactor"])
 @every_rank()

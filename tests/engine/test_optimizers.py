@@ -17,6 +17,7 @@ import onefold
 from onefold.errors import ConfigError
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import every_rank, run_ranks, seeded
+from tests.support.rows import again_but, worlds_in_turn
 from tests.support.training import Job, assert_close, assert_same_bits, cut, run_job, train_plain
 from tests.support.zoo import whole
 
@@ -53,6 +54,7 @@ class Matrices(nn.Module):
         return self.head(x)
 
 
+@again_but("SGD", "AdamW", "RAdam", "Adadelta", "ASGD")
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_elementwise_optimizers_agree_with_one_process(name):
     job = Job(Model, token_batches(steps=4), next_token_loss, optimizer=ELEMENTWISE[name])
@@ -64,6 +66,8 @@ def test_elementwise_optimizers_agree_with_one_process(name):
     assert_close(runs[1], wanted, tolerance)
 
 
+@again_but("Muon-3", "Adafactor-2")
+@worlds_in_turn
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize(
     "optimizer",
@@ -127,6 +131,8 @@ def muon_and_adamw(module: nn.Module) -> tuple[torch.optim.Optimizer, ...]:
     return torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(others, lr=1e-2)
 
 
+@again_but("1-3", "3-2")
+@worlds_in_turn
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_two_optimizers_of_a_module_take_one_step_together_and_each_holds_its_states(
@@ -184,6 +190,7 @@ def test_optimizers_that_step_in_turns_take_a_step_each_and_one_that_is_gone_hol
     assert onefold.report(module).memory["optimizer"]["device"].now == others < both
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Muon])
 def test_an_optimizer_built_after_shard_trains_the_same(stage, kind):
@@ -282,6 +289,7 @@ def test_a_closure_is_called_once_and_its_loss_returned(rank):
     assert torch.equal(loss, calls[0])
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_an_optimizer_that_has_stepped_is_recut_and_goes_on(stage, world_size):
@@ -308,6 +316,7 @@ def test_an_optimizer_that_has_stepped_is_recut_and_goes_on(stage, world_size):
         torch.testing.assert_close(weight, wanted.detach(), rtol=1e-5, atol=1e-6)
 
 
+@again_but("3")
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @every_rank(2)
 def test_a_loaded_optimizer_state_is_used(rank, stage):
@@ -509,6 +518,7 @@ def in_an_order_of_its_own(rank, make, stage=None, *, is_built_later=False, with
         return [p.detach().clone() for p in module.parameters()], order
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("make", ORDERED, ids=["AdamW", "Adafactor"])
 @pytest.mark.parametrize("is_built_later", [False, True])

@@ -13,6 +13,7 @@ from onefold.engine.driving import Action, Drive, Verb
 from onefold.engine.policy import Policy, UnitFacts
 from onefold.engine.schedule import Schedule
 from onefold.engine.walks import MAX_PENDING, Call, Phase
+from tests.support.rows import again_but
 
 STAGE_3 = Policy(
     frees_after_forward=True, frees_after_backward=True, keeps_bytes=False, defers_reduction=False
@@ -232,6 +233,7 @@ class Script:
         return stepped
 
 
+@again_but("stage 2", "window")
 @EACH_POLICY
 @settings(max_examples=120)
 @given(
@@ -245,6 +247,7 @@ def test_no_unit_is_used_before_it_is_whole_or_freed_while_it_is_used(policy, pr
         script.step()
 
 
+@again_but("stage 2", "window")
 @EACH_POLICY
 @settings(max_examples=120)
 @given(program=uses(5), count=st.integers(1, 3))
@@ -267,6 +270,7 @@ def test_every_trained_unit_is_reduced_exactly_once_in_a_step(policy, program, c
         assert followed == dict.fromkeys(range(5), 1)
 
 
+@again_but("stage 2", "window")
 @EACH_POLICY
 @settings(max_examples=60)
 @given(programs=st.lists(uses(4), min_size=2, max_size=2))
@@ -308,6 +312,7 @@ def test_the_order_of_gathers_changes_nothing_where_modules_run_in_order():
     assert found[0] == found[1]
 
 
+@again_but("stage 2", "window")
 @EACH_POLICY
 @settings(max_examples=60)
 @given(program=uses(4))
@@ -404,6 +409,7 @@ def test_a_kept_unit_of_a_stream_is_shown_for_an_operation_alone_until_its_modul
     assert schedule.use(0, is_recorded=False)[1] == []
 
 
+@again_but("policy0", "policy3")
 @pytest.mark.parametrize("policy", [STAGE_3, STAGE_2, STAGE_0, NODES])
 @settings(max_examples=60)
 @given(programs=st.lists(uses(4), min_size=2, max_size=4), kept=st.frozensets(st.integers(0, 3)))

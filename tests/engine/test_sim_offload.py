@@ -16,6 +16,7 @@ from tests.sim.ranks import run_sim
 from tests.sim.training import on_device, step, train_sim
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import seeded
+from tests.support.rows import again_but, worlds_in_turn
 from tests.support.training import Job, assert_close, assert_same_bits, train_plain
 
 pytestmark = [
@@ -47,6 +48,7 @@ def all_offloads(rank, world_size, stage, offloads):
     return results
 
 
+@again_but("3-3")
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 1), (3, 3)])
 def test_offloaded_states_and_weights_train_as_on_the_cpu(world_size, stage):
     # the simulated device cannot show one rank's plain parameter in another memory
@@ -81,6 +83,8 @@ def waits_of_a_step(rank, world_size, offload):
     return device.host_waits(), len(num_blocks)
 
 
+@again_but("by device-2")
+@worlds_in_turn
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("offload", [BY_CPU, BY_DEVICE], ids=["by cpu", "by device"])
 def test_a_steady_step_waits_at_most_once_a_block(world_size, offload):

@@ -27,12 +27,15 @@ from onefold.tier.step_device import NUM_STREAMS, DeviceStep
 from onefold.wire.collectives import Group
 from tests.engine.test_offload import batches, build, same_as_on_device, small_blocks, train
 from tests.support.ranks import every_rank, run_ranks
+from tests.support.rows import again_but, worlds_in_turn
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 STREAMED = Offload(optimizer="cpu", step="device")
 __all__ = ["small_blocks"]  # a fixture for everything here: several blocks for each unit
 
 
+@again_but("2-3", "3-1")
+@worlds_in_turn
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_streamed_states_give_the_bits_of_states_that_rest_on_the_device(world_size, stage):
@@ -40,6 +43,7 @@ def test_streamed_states_give_the_bits_of_states_that_rest_on_the_device(world_s
     same_as_on_device(world_size, STREAMED, stage=stage, clip=clip)
 
 
+@again_but("None-fraction", "dtype1-parameters", "dtype1-in backward", "dtype1-fraction")
 @pytest.mark.parametrize(
     "offload",
     [replace(STREAMED, parameters="cpu"), replace(STREAMED, step_in_backward=True),
@@ -51,6 +55,7 @@ def test_so_do_parameters_fractions_and_steps_inside_backward(offload, dtype):
     same_as_on_device(2, offload, dtype=dtype)
 
 
+@again_but("RMSprop")
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.RMSprop])
 def test_other_elementwise_optimizers_are_streamed_too(optimizer):
     same_as_on_device(2, STREAMED, optimizer=lambda groups: optimizer(groups, lr=1e-2))
@@ -68,6 +73,7 @@ def test_a_run_goes_on_streamed_where_the_cpu_left_off(rank, tmp_path):
     return wanted
 
 
+@again_but("9")
 @pytest.mark.parametrize("depth", [3, 9])
 @every_rank(2)
 def test_what_is_streamed_takes_a_few_slots_whatever_the_size_of_the_model(rank, depth):

@@ -27,6 +27,7 @@ from tests.support import peer_runs
 from tests.support.hf_ranks import run_forks
 from tests.support.peer_runs import LAYOUTS, MORE, NEXT, PeerModel, build, rows, train
 from tests.support.ranks import run_ranks
+from tests.support.rows import worlds_in_turn
 
 DATA = Path(__file__).parent / "data"
 FILES = {"plain": "run.pt", "wrapped": "run.pt", "lightning": "run.ckpt"}
@@ -73,6 +74,7 @@ def resumed(name: str, path: Path, world_size: int, **options: Any) -> tuple[lis
     return [sum(each) / world_size for each in losses], ranks[0][1]
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_run_of_another_program_goes_on_at_its_losses(name, world_size):

@@ -3,101 +3,84 @@
 from __future__ import annotations
 
 import ast
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests import conftest
-from tests.support import grids
-from tests.support.budgets import Budgets, Table, overruns
+from tests.support import budgets
+from tests.support.budgets import Budgets, overruns, quick_files
+from tests.support.rows import again_but
 
 pytest_plugins = ["pytester"]
 
 TESTS = Path(__file__).parents[1]
 GRID = """
 import pytest
+from tests.support.rows import again_but, worlds_in_turn
 
+@worlds_in_turn
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("edit", list("abcdefgh"))
 def test_grid(world_size, stage, edit): ...
 
+@worlds_in_turn
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_axes(world_size, stage): ...
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_others(world_size): ...
-
-"""
-
-
-SLOW = """
-import pytest
-
-@pytest.mark.parametrize("model", range(4))
-@pytest.mark.parametrize("mode", list("abc"))
-def test_slow_grid(model, mode): ...
-
-@pytest.mark.parametrize("size", [1, 2, pytest.param(9, marks=pytest.mark.again("others"))])
-def test_slow_sizes(size): ...
-
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_whole(stage): ...
-
-@pytest.mark.parametrize("tier", ["cpu", "disk"])
+@again_but("1-a-cpu", "3-b-cpu")
+@worlds_in_turn
+@pytest.mark.filterwarnings("ignore:odd")
+@pytest.mark.parametrize(("tier", "_"), [("cpu", 0), ("disk", 1)], ids=["cpu", "disk"])
+@pytest.mark.parametrize("mode", [str, pytest.param(int, id="b")], ids=lambda mode: "a")
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_slow(world_size, tier): ...
-
-@pytest.mark.parametrize(("world_size", "stage"), [(4, 0), (1, 3), (2, 1), (3, 2)])
-def test_slow_rows(world_size, stage): ...
-
-def test_lone(): ...
+def test_named(world_size, mode, tier, _): ...
 """
-
-
-def table(**files: float) -> Table:
-    return {f"{name}.py": {"cpu_s": cpu_s, "slow": []} for name, cpu_s in files.items()}
 
 
 def test_a_file_is_over_its_budget_by_its_share_whatever_the_speed():
-    budgets = table(a=10.0, b=30.0, c=1.0)
-    assert overruns(table(a=40.0, b=120.0, c=4.0), budgets) == []
-    assert overruns(table(a=40.0, b=30.0, new=90.0), budgets) == [
+    budgets = {"a.py": 10.0, "b.py": 30.0, "c.py": 1.0}
+    assert overruns({"a.py": 40.0, "b.py": 120.0, "c.py": 4.0}, budgets) == []
+    assert overruns({"a.py": 40.0, "b.py": 30.0, "new.py": 90.0}, budgets) == [
         "budget: a.py took 40 CPU seconds, expected 18"
     ]
-    assert overruns(table(a=10.0, c=4.0), budgets) == [], "a small file"
+    assert overruns({"a.py": 10.0, "c.py": 4.0}, budgets) == [], "a small file"
 
 
-def test_a_test_is_slow_if_one_of_its_cases_takes_much_of_the_run(tmp_path):
+def test_the_table_has_the_sum_of_each_files_cases_and_the_dearest_file_first(tmp_path):
     budgets = Budgets(tmp_path / "durations.json")
     took = {"a.py::test_a[1]": 0.1, "a.py::test_a[2]": 2.0, "a.py::test_b": 0.5, "b.py::test": 1e4}
     for nodeid, cpu_s in took.items():
         report = pytest.TestReport(nodeid, ("", 0, ""), {}, "passed", None, "teardown")
         report.user_properties.append(("cpu_s", cpu_s))
         budgets.pytest_runtest_logreport(report)
-    assert list(budgets.table().items()) == [
-        ("b.py", {"cpu_s": 1e4, "slow": ["test"]}), ("a.py", {"cpu_s": 2.6, "slow": ["test_a"]}),
-    ]  # fmt: skip
+    assert list(budgets.table().items()) == [("b.py", 1e4), ("a.py", 2.6)]
 
 
-@pytest.mark.parametrize(("options", "passed"), [((), 2), (("--quick",), 1)])
-def test_quick_leaves_out_what_was_slow_and_nothing_else(options, passed, pytester, monkeypatch):
-    pytester.makepyfile(test_it="def test_fast(): ...\ndef test_slow(): ...\n")
-    pytester.makeconftest(
-        "from tests.conftest import pytest_addoption, pytest_collection_modifyitems"
-    )
-    monkeypatch.setattr(conftest, "slow_tests", lambda: {"test_it.py::test_slow"})
-    pytester.inline_run(*options).assertoutcome(passed=passed)
+def test_quick_runs_the_cheapest_files_and_none_that_nobody_has_measured(pytester, monkeypatch):
+    pytester.makepyfile(**dict.fromkeys(("test_a", "test_b", "test_new"), "def test(): ..."))
+    pytester.makeconftest("from tests.conftest import pytest_addoption, pytest_ignore_collect")
+    table = pytester.path / "table.json"
+    table.write_text('{"test_a.py": 300.0, "test_c.py": 60.0, "test_b.py": 40.0}')
+    monkeypatch.setattr(conftest, "BUDGETS", table)
+    monkeypatch.setattr(conftest, "ROOT", pytester.path)
+    pytester.inline_run().assertoutcome(passed=3)
+    items, _ = pytester.inline_genitems("--quick")
+    assert [item.nodeid for item in items] == ["test_b.py::test"]
 
 
-def test_rows_of_a_grid_hold_each_world_size_stage_and_combination_of_the_others(pytester):
-    pytester.makepyfile(test_it=GRID)
-    items, _ = pytester.inline_genitems("-p", "no:randomly")
-    left = grids.left_out(items)
-    kept = [item for item in items if item not in left]
-    rows = [item.callspec.params for item in kept]
+def test_quick_takes_what_it_may_by_the_table():
+    table = json.loads(budgets.BUDGETS.read_text())
+    cost = sum(table[file] for file in quick_files(table))
+    assert 0.9 * budgets.QUICK_S < cost <= budgets.QUICK_S
+
+
+def test_rows_in_turn_hold_each_world_size_stage_and_combination_of_the_others(pytester):
+    rows = [item.callspec.params for item in _items(pytester)]
     grid = [row for row in rows if "edit" in row]
     assert sorted(row["edit"] for row in grid) == list("abcdefgh")
     axes = [row for row in rows if "stage" in row and "edit" not in row]
@@ -105,36 +88,32 @@ def test_rows_of_a_grid_hold_each_world_size_stage_and_combination_of_the_others
         assert {row["world_size"] for row in some} == {1, 2, 3}
         assert {row["stage"] for row in some} == {1, 3}
     assert len(axes) == 3
-    assert len(rows) == len(grid) + len(axes) + 2
 
 
-def test_the_same_cases_stay_in_whatever_order_tests_are_collected(pytester):
-    """`make test` and `make again` shuffle apart; together they run all rows, each once."""
-    pytester.makepyfile(test_it=GRID + SLOW)
+def test_cases_that_are_not_named_run_again_and_names_are_those_of_pytest(pytester):
+    cases = [item for item in _items(pytester) if item.originalname == "test_named"]
+    named = [case.name for case in cases if not case.get_closest_marker("again")]
+    assert named == ["test_named[1-a-cpu]", "test_named[3-b-cpu]"]
+    assert len(cases) == 4
+    again = {case.get_closest_marker("again").args for case in cases if case.name not in named}
+    assert again == {("test_it.py::test_named",)}
+    assert all(case.get_closest_marker("filterwarnings") for case in cases)
+
+
+def test_a_name_that_no_case_has_is_an_error_and_so_is_no_name():
+    for ids in (("1", "4"), ()):
+
+        @pytest.mark.parametrize("stage", [1, 3])
+        def some(stage): ...
+
+        with pytest.raises(AssertionError, match="some has no case"):
+            again_but(*ids)(some)
+
+
+def _items(pytester: pytest.Pytester) -> list[pytest.Function]:
+    pytester.makepyfile(test_it=GRID)
     items, _ = pytester.inline_genitems("-p", "no:randomly")
-    left = grids.left_out(items)
-    for shuffled in (items[::-1], sorted(items, key=lambda item: item.name[::-1])):
-        assert grids.left_out(shuffled) == left
-
-
-def test_one_of_so_many_cases_stays_and_each_shared_value_the_most_ranks_and_the_highest_stage(
-    pytester,
-):
-    pytester.makepyfile(test_it=SLOW)
-    items, _ = pytester.inline_genitems()  # in any order
-    slow = ("test_slow", "test_slow_rows", "test_slow_grid", "test_slow_sizes", "test_lone")
-    grids.leave_to_again(items, {f"test_it.py::{name}" for name in slow})
-    stay = [item for item in items if not item.get_closest_marker("again")]
-    rows = [item.callspec.params for item in stay if item.name.startswith("test_slow_grid")]
-    assert {row["model"] for row in rows} == set(range(4))
-    assert {row["mode"] for row in rows} == set("abc")
-    assert 4 <= len(rows) <= 6
-    assert sorted(item.name for item in stay if "grid" not in item.name) == [
-        "test_lone", "test_slow[1-disk]", "test_slow[2-cpu]", "test_slow[3-disk]",
-        "test_slow_rows[1-3]", "test_slow_rows[3-2]", "test_slow_rows[4-0]",
-        "test_slow_sizes[1]", "test_slow_sizes[2]",  # this one says by itself what is left out
-        "test_whole[0]", "test_whole[1]", "test_whole[3]",
-    ]  # fmt: skip
+    return items
 
 
 def test_a_test_that_is_left_out_names_one_that_make_test_runs_and_that_keeps_its_law():

@@ -22,6 +22,7 @@ from onefold.layout.units import repeated_blocks
 from tests.adapters.test_huggingface import VOCABULARY, gpt2, llama, mixtral, t5
 from tests.support.hf_ranks import run_forks
 from tests.support.ranks import seeded
+from tests.support.rows import again_but, worlds_in_turn
 
 NEW = 5
 
@@ -197,6 +198,8 @@ def assert_same(found: Any, wanted: Any, name: str) -> None:
         assert torch.equal(one, other), f"{name}: {one} is not {other}"
 
 
+@again_but("1-gpt2", "2-t5", "3-llama")
+@worlds_in_turn
 @pytest.mark.parametrize(
     ("world_size", "model"),
     [(1, "gpt2"), (1, "t5"), *((2, model) for model in MODELS), (3, "llama"), (3, "mixtral")],

@@ -21,6 +21,7 @@ from onefold.layout.ledger import Kind
 from tests.inference.test_generate import NEW, Prompts, built, ends_early, lengths_differ, plain
 from tests.support.hf_ranks import run_forks
 from tests.support.ranks import run_ranks, seeded
+from tests.support.rows import again_but
 
 PROMPT = torch.tensor([[4, 5, 6]])
 
@@ -68,6 +69,7 @@ def counted(rank: int, budget: int | None) -> dict[str, Any]:
     return found
 
 
+@again_but("3")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_generation_gathers_each_unit_once_where_all_fit(world_size):
     for found in run_ranks(world_size, counted, None):

@@ -35,6 +35,7 @@ from onefold.inference import token_store as tokens
 from onefold.inference.token_store import TokenShape
 from onefold.tier import disk
 from tests.support.ranks import run_ranks, seeded
+from tests.support.rows import again_but
 
 VOCABULARY, LAYERS, PROMPT = 40, 3, 150
 COMMON: dict[str, Any] = {
@@ -126,6 +127,18 @@ MODES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@again_but(
+    "llama-greedy",
+    "llama-beams",
+    "llama-assistant",
+    "gpt2-sampled",
+    "gpt2-lookup",
+    "mixtral-padded batch",
+    "mixtral-chunks",
+    "gemma-greedy",
+    "gemma-beams",
+    "gemma-assistant",
+)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("build", [llama, gpt2, mixtral, gemma])
 def test_generate_gives_the_tokens_and_logits_of_dynamic_cache(
@@ -149,6 +162,7 @@ def test_generate_gives_the_tokens_and_logits_of_dynamic_cache(
         cache.reset()
 
 
+@again_but("options2")
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 5}])
 def test_encoder_decoder_models_take_two_caches(options: Any, tmp_path: Path) -> None:
     model = seeded(t5).eval()
@@ -172,6 +186,7 @@ def passes(model: nn.Module, cache: Any, ids: Tensor) -> Tensor:
         return model(ids, past_key_values=cache, use_cache=True).logits
 
 
+@again_but("False")
 @pytest.mark.parametrize("is_even", [True, False])
 def test_each_token_is_written_once_and_each_pass_reads_what_lies_on_disk(
     is_even: bool, tmp_path: Path

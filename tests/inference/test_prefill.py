@@ -16,6 +16,7 @@ from tests.inference.test_generate import HELD, plain
 from tests.inference.test_generating import deep_llama, gathers, unsharded_nbytes
 from tests.support.hf_ranks import run_forks
 from tests.support.ranks import seeded
+from tests.support.rows import again_but
 
 CHUNK = 5
 
@@ -113,6 +114,7 @@ def fails(module: Any, ids: Tensor) -> None:
             onefold.hf.prefill(module, ids, chunk=chunk)
 
 
+@again_but("llama", "gemma")
 @pytest.mark.parametrize("model", MODELS)
 def test_chunks_of_a_prompt_gather_each_unit_once_and_give_the_same_cache(model):
     run_forks(2, prefilled, model)

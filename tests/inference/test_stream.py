@@ -26,6 +26,7 @@ from onefold.recipe import Member, Recipe, UnitRecipe
 from onefold.tier import disk
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import every_rank, run_ranks, seeded
+from tests.support.rows import again_but, worlds_in_turn
 
 BLOCKS = 6
 BLOCK_NBYTES = 4 * 1280  # of a block's unsharded weights, gaps between parameters included
@@ -63,6 +64,7 @@ def stays(module: nn.Module) -> list[bool]:
 # results
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -76,6 +78,7 @@ def test_outputs_are_bitwise_those_of_the_resident_module(rank, world_size, shar
             assert torch.equal(module(mine), resident(mine))
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("offload", ["cpu", None])
 @every_rank()
@@ -160,6 +163,7 @@ class LateCopies:
         copied.synchronize()
 
 
+@again_but("2")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_copies_to_a_device_may_arrive_late(world_size, tmp_path, monkeypatch):
     """Weights are read, and the memory they come from is reused, behind the wait for the copy."""
@@ -524,6 +528,8 @@ def promised(folder: Any, dtype: torch.dtype = torch.float32) -> nn.Module:
     return onefold.load_pretrained(module, folder)
 
 
+@again_but("0.0-3", "0.3-2")
+@worlds_in_turn
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("share", [0.0, 0.3])
 def test_weights_stream_from_a_checkpoint_without_a_copy(share, world_size, tmp_path):
@@ -606,6 +612,8 @@ class Wide(nn.Module):
         return self.head(x)
 
 
+@again_but("1-False-disk:PATH", "2-False-disk", "3-True-disk:PATH")
+@worlds_in_turn
 @pytest.mark.parametrize("offload", ["disk:PATH", "disk"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.fresh import run_scripts
+from tests.support.rows import again_but, worlds_in_turn
 
 GROUP = """
 import atexit, torch, onefold
@@ -61,6 +62,8 @@ def test_a_gloo_group_that_the_user_started_is_destroyed_at_exit(ended):
     assert (done.returncode, done.stdout, done.stderr) == (0, "initialized False\n", "")
 
 
+@again_but("2-True")
+@worlds_in_turn
 @pytest.mark.parametrize(("world_size", "ends_in_backward"), ENDS)
 def test_a_plain_script_prints_nothing_at_exit(ended, world_size, ends_in_backward):
     """The module lives at module level until the interpreter ends."""

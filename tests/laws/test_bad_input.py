@@ -18,6 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import onefold
 from onefold.config import precision_of
 from tests.support.ranks import every_rank, run_ranks, seeded
+from tests.support.rows import again_but, worlds_in_turn
 from tests.support.zoo import (
     WIDTH,
     Process,
@@ -69,6 +70,7 @@ MEANINGLESS = {
 }
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("argument", MEANINGLESS)
 @every_rank()
@@ -131,6 +133,7 @@ def test_units_that_are_not_of_the_module_are_refused(rank):
 # optimizers
 
 
+@worlds_in_turn
 @every_stage
 @pytest.mark.parametrize("world_size", [1, 3])
 @every_rank()
@@ -155,6 +158,8 @@ def test_an_optimizer_of_this_and_an_unsharded_module_steps_both(rank, stage):
     assert all(not torch.equal(p, b) for p, b in zip(other.parameters(), before, strict=True))
 
 
+@again_but("1-RMSprop", "2-Adafactor", "3-Adagrad")
+@worlds_in_turn
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -270,6 +275,7 @@ def test_an_optimizer_built_on_the_parameters_before_but_not_given_is_an_error(r
 # modules that are sharded already, or shared
 
 
+@worlds_in_turn
 @every_stage
 @pytest.mark.parametrize("world_size", [1, 3])
 @every_rank()
@@ -282,6 +288,7 @@ def test_a_second_shard_is_refused(rank, world_size, stage):
     trains(module, optimizer)
 
 
+@worlds_in_turn
 @every_stage
 @pytest.mark.parametrize("world_size", [1, 2])
 @every_rank()
@@ -294,6 +301,7 @@ def test_a_part_of_a_sharded_module_is_refused(rank, world_size, stage):
     trains(module)
 
 
+@worlds_in_turn
 @every_stage
 @pytest.mark.parametrize("world_size", [1, 2])
 @every_rank()
@@ -305,6 +313,7 @@ def test_a_module_around_a_sharded_one_is_refused(rank, world_size, stage):
     trains(inner)
 
 
+@worlds_in_turn
 @every_stage
 @pytest.mark.parametrize("world_size", [1, 2])
 @every_rank()
@@ -430,6 +439,7 @@ def _renamed(rank: int) -> nn.Module:
     return module
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("build", [_wider, _longer, _frozen, _cast, _renamed])
 @pytest.mark.parametrize("world_size", [2, 3])
 @every_rank()
@@ -497,6 +507,7 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+@worlds_in_turn
 @every_stage
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -567,6 +578,7 @@ def _local(state: dict[str, Tensor]) -> None:
     state["blocks.1.up.weight"] = torch.ones(4, WIDTH)
 
 
+@worlds_in_turn
 @every_stage
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("damage", [_missing, _unexpected, _misshapen, _flat, _transposed, _local])
@@ -594,6 +606,7 @@ def test_a_wrong_shape_is_refused_also_when_not_strict(rank, stage):
         module.load_state_dict(state, strict=False)
 
 
+@worlds_in_turn
 @every_stage
 @pytest.mark.parametrize("world_size", [1, 2])
 @every_rank()

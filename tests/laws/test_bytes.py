@@ -17,6 +17,7 @@ from onefold.layout.cut import bounds_of
 from onefold.layout.rows import round_up
 from tests.support.models import WIDTH, Model, next_token_loss, token_batches
 from tests.support.ranks import run_ranks, seeded
+from tests.support.rows import again_but, worlds_in_turn
 from tests.support.training import cut
 
 FP32 = 4
@@ -57,6 +58,7 @@ def one_step(rank, world_size, stage, micro_batches=1, recompute=False, precisio
     return before_step, onefold.report(module)
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("recompute", [False, True])
@@ -125,6 +127,8 @@ def test_uneven_pieces_send_what_the_other_ranks_lack():
         assert last_step["reduce_scatter"].sent_nbytes == (whole - own) * FP32
 
 
+@again_but("1-4", "3-2")
+@worlds_in_turn
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_states_hold_the_closed_form_to_the_byte(world_size, stage):
@@ -179,6 +183,8 @@ def test_odd_shapes_hold_their_rows_rounded_up_to_a_cache_line():
         assert moments == 2 * numel * FP32
 
 
+@again_but("1-3", "3-1")
+@worlds_in_turn
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_deleted_model_gives_every_byte_back_without_a_collector(world_size, stage):

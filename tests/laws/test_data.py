@@ -14,6 +14,7 @@ import onefold
 from onefold import Wire
 from onefold.engine.registry import engine_of
 from tests.support.ranks import every_rank, run_ranks, seeded
+from tests.support.rows import again_but
 
 X = torch.linspace(-1, 1, 16).view(2, 8)
 WAYS = [
@@ -49,7 +50,8 @@ def whole(module):
         return [p.detach().clone() for p in module.parameters()]
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@again_but("bf16", "secondary")
+@pytest.mark.parametrize("way", WAYS, ids=["2", "bf16", "diff", "nodes", "secondary"])
 def test_a_look_on_one_rank_changes_no_bit_and_sends_no_byte(way):
     """Inside forward and between two; what rests is not rounded to what computes."""
 

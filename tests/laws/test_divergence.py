@@ -13,6 +13,7 @@ import onefold
 from onefold.wire.roll_call import SKIPPED
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import run_processes, seeded
+from tests.support.rows import again_but
 
 pytestmark = pytest.mark.process
 
@@ -145,6 +146,7 @@ CALLS = {
 }
 
 
+@again_but("save_alone", "look_at_weights_alone", "skip_a_layer")
 @pytest.mark.parametrize("body", CALLS, ids=lambda body: body.__name__)
 def test_ranks_that_wait_for_one_another_name_the_line_of_each_once(body, tmp_path):
     """The rank that differs lists all; the other names that line, and is at its own."""
@@ -162,6 +164,7 @@ def test_ranks_that_wait_for_one_another_name_the_line_of_each_once(body, tmp_pa
     assert culprit.endswith(skipped)
 
 
+@again_but("stop_early-forward")
 @pytest.mark.parametrize(
     ("body", "call"), [(save_while_the_other_sleeps, "onefold.save"), (stop_early, "forward")]
 )

@@ -30,6 +30,7 @@ from torch.utils import _foreach_utils
 import onefold
 from onefold.config import Offload
 from tests.support.ranks import every_rank, run_ranks, seeded
+from tests.support.rows import again_but, worlds_in_turn
 from tests.support.zoo import (
     STAGES,
     WIDTH,
@@ -126,6 +127,7 @@ def assert_values(module: nn.Module, wanted: dict[str, Tensor]) -> None:
 # names, shapes, dtypes at every moment
 
 
+@worlds_in_turn
 @every_stage
 @some_worlds
 @pytest.mark.parametrize("units", [None, each_module], ids=["inferred", "fine"])
@@ -169,6 +171,7 @@ def test_names_shapes_dtypes_and_counts_are_the_modules_own_at_every_moment(
         assert {"forward starts", "between blocks", "backward", "forward ends"} <= seen
 
 
+@worlds_in_turn
 @every_stage
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_outside_forward_a_narrower_compute_dtype_does_not_show(stage, precision):
@@ -223,6 +226,8 @@ def test_modules_and_parameters_print(rank, stage):
 # DTensors
 
 
+@again_but("2-3", "3-1")
+@worlds_in_turn
 @sharded_stages
 @some_worlds
 def test_sharded_parameters_and_gradients_are_dtensors_between_backward_and_forward(
@@ -317,6 +322,7 @@ def script_of_methods(module: Any, optimizer: Any, full: Any, part: Any, accumul
     return moments
 
 
+@worlds_in_turn
 @pytest.mark.parametrize(("world_size", "stage", "offload"), WHOLE)
 def test_full_tensor_and_to_local_exist_at_every_stage_and_in_one_process(
     world_size, stage, offload
@@ -457,6 +463,8 @@ READS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@again_but("grad-3")
+@worlds_in_turn
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
 def test_whatever_is_read_of_a_parameter_is_right_or_an_error(stage, grad):
@@ -501,6 +509,7 @@ LOGGED: dict[str, Callable[[nn.Module], float]] = {
 }
 
 
+@again_but("3")
 @every_stage
 def test_what_a_plain_script_logs_of_gradients_is_right(stage):
     plain = seeded(Tower)
@@ -515,6 +524,7 @@ def test_what_a_plain_script_logs_of_gradients_is_right(stage):
     in_ranks(3, body)
 
 
+@again_but("3")
 @every_stage
 def test_parameters_read_right_after_every_kind_of_event(stage):
     """At stages 1 and 2 whole weights are kept after forward; they must not be stale."""
@@ -547,6 +557,7 @@ def test_parameters_read_right_after_every_kind_of_event(stage):
 # state dicts
 
 
+@worlds_in_turn
 @every_stage
 @some_worlds
 def test_a_state_dict_has_the_modules_names_and_values(world_size, stage):
@@ -570,6 +581,8 @@ def test_a_state_dict_has_the_modules_names_and_values(world_size, stage):
     in_ranks(world_size, body)
 
 
+@again_but("plain-2-3", "plain-3-1", "sharded-1-1", "own-1-3")
+@worlds_in_turn
 @every_stage
 @some_worlds
 @pytest.mark.parametrize("kind", ["plain", "sharded", "own"])
@@ -732,6 +745,8 @@ def test_a_submodule_saves_and_loads_its_own_state(stage):
     in_ranks(2, body)
 
 
+@again_but("2-3", "3-1")
+@worlds_in_turn
 @every_stage
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_distributed_checkpoints_go_round_at_every_stage(world_size, stage, tmp_path):
@@ -755,6 +770,7 @@ def test_distributed_checkpoints_go_round_at_every_stage(world_size, stage, tmp_
     in_ranks(5 - world_size, load)
 
 
+@again_but("3")
 @every_stage
 def test_torchs_checkpoint_helpers_see_a_whole_module_and_optimizer(stage):
     plain = seeded(Tower)
@@ -880,6 +896,7 @@ def test_whole_weights_kept_from_a_forward_are_never_stale(rank, stage):
 # unsharded
 
 
+@worlds_in_turn
 @every_stage
 @some_worlds
 def test_unsharded_shows_whole_plain_parameters(world_size, stage):
@@ -942,6 +959,8 @@ EDITS = {
 }  # fmt: skip
 
 
+@again_but("1-data.fill_-3", "3-data =-0", "3-another parameter-1", "3-load_state_dict-3")
+@worlds_in_turn
 @every_stage
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -968,6 +987,7 @@ def test_edits_in_unsharded_are_kept_with_writeback_and_lost_without(rank, world
     one_step(module, optimizer, rows()[1])
 
 
+@again_but("fine")
 @pytest.mark.parametrize("units", [None, each_module], ids=["inferred", "fine"])
 def test_training_goes_on_from_edits_as_in_one_process(units):
     def script(process: Process) -> None:
@@ -999,6 +1019,7 @@ def _frozen_norm(script: Callable[[Process], None], process: Process) -> None:
     script(process)
 
 
+@worlds_in_turn
 @every_stage
 @pytest.mark.parametrize("writeback", [False, True])
 @every_rank(2)
@@ -1027,6 +1048,7 @@ def test_a_shape_changed_in_unsharded_is_an_error_that_leaves_the_module_usable(
     one_step(module, optimizer, rows()[0])
 
 
+@again_but("3")
 @every_stage
 def test_unsharded_nests_and_frees_what_it_gathered(stage):
     def body(rank: int) -> tuple[int, int]:
@@ -1093,6 +1115,7 @@ def _backwards_in_unsharded(process: Process) -> None:
     process.note_weights(module)
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("offload", [None, "optimizer", "cpu"])
 def test_a_backward_in_unsharded_adds_to_gradients_as_one_outside_does(world_size, offload):
@@ -1120,6 +1143,7 @@ def test_hooks_of_gradients_run_after_unsharded(world_size):
         body(0)  # without a process group autograd has these hooks
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("is_earlier", [False, True])
 @every_rank(2)
@@ -1196,6 +1220,7 @@ def test_unsharded_inside_forward_is_an_error(rank, stage):
 # copying, meta, report
 
 
+@worlds_in_turn
 @every_stage
 @pytest.mark.parametrize(
     "copier",
@@ -1268,6 +1293,7 @@ def counted(device: str | None = None, tied: bool = False) -> nn.Module:
     return net
 
 
+@worlds_in_turn
 @every_stage
 @some_worlds
 @pytest.mark.parametrize("units", [None, each_module], ids=["inferred", "fine"])

@@ -12,6 +12,7 @@ import onefold
 from onefold.engine.first_batch import digest_of
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import run_ranks, seeded
+from tests.support.rows import worlds_in_turn
 
 
 def warned(world_size, batch_of, *, stage=3, build=Model, steps=2):
@@ -37,6 +38,7 @@ def warned(world_size, batch_of, *, stage=3, build=Model, steps=2):
 BATCHES = token_batches(8)
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_equal_first_batches_are_named_once_with_what_to_use(world_size, stage):

@@ -27,6 +27,7 @@ from onefold.wire.transport import Reduction
 from onefold.wire.wrapped import Streamed
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import seeded
+from tests.support.rows import worlds_in_turn
 
 pytestmark = pytest.mark.gpu
 
@@ -49,6 +50,7 @@ def losses(stage: int | None, precision: str | None, offload: object = None) -> 
     return torch.stack(found)
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("precision", "relative"), [(None, 1e-4), ("bf16", 2e-2)])
 def test_a_gpu_computes_the_losses_of_the_cpu(stage, precision, relative):
@@ -152,6 +154,7 @@ class Sparse(Model):
         return self.head(self.norm(x))
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("build", [Model, Sparse])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_steady_step_on_a_gpu_waits_for_nothing(build, stage):

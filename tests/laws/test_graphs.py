@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import onefold
 from tests.support.ranks import run_ranks, seeded
+from tests.support.rows import worlds_in_turn
 
 VOCAB, WIDTH = 50, 8
 
@@ -80,6 +81,7 @@ def gradients(model: nn.Module, run: Callable[[nn.Module], None]) -> dict[str, T
 PROGRAMS = [in_turn, in_reverse, twice, around_a_look, after_a_forward_alone]
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("units", [None, lambda module: True], ids=["blocks", "modules"])
@@ -100,6 +102,7 @@ def test_a_weight_in_several_graphs_has_the_gradients_of_one_process(run, units,
             torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-5)
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("width", [WIDTH, 512], ids=["small weights", "large weights"])
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("offload", [None, "optimizer"])

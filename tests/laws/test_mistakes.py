@@ -23,6 +23,7 @@ from onefold.unit.logical import warn_of_shards
 from tests.support.forking import HANG_S, await_ended_threads
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import _process, run_processes, seeded
+from tests.support.rows import again_but
 
 pytestmark = [
     pytest.mark.process,
@@ -187,6 +188,9 @@ ERRORS = {
 }
 
 
+@again_but(
+    "another_models_optimizer", "ddp_inside", "ddp_around_replicas", "add_a_head", "averaged_model"
+)
 @pytest.mark.parametrize("body", ERRORS, ids=lambda body: body.__name__)
 def test_every_rank_names_the_mistake(body, tmp_path):
     for said in on_both_ranks(body, tmp_path):
@@ -319,6 +323,13 @@ RIGHT = [
 ]  # fmt: skip
 
 
+@again_but(
+    "accumulate_as_meant-()",
+    "no_accumulate-(2,)",
+    "save_a_state_dict-(1,)",
+    "copy_the_module_alone-(3,)",
+    "compile_last-(1,)",
+)
 @pytest.mark.parametrize(("body", "args"), RIGHT, ids=lambda v: getattr(v, "__name__", str(v)))
 def test_every_rank_has_the_right_result(body, args, tmp_path):
     assert on_both_ranks(body, tmp_path, *args) == ["right", "right"]
@@ -364,6 +375,7 @@ def raises():
     raise ValueError("a bad row")
 
 
+@again_but("killed-1-", "raises-0-", "ends_early-1-evaluation forward")
 @pytest.mark.parametrize(
     ("how", "lost", "then"),
     [

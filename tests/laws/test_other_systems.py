@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.forking import HANG_S
+from tests.support.rows import again_but
 
 SCRIPT = """
 import os, pathlib, sys
@@ -56,6 +57,7 @@ print("predicted", onefold.report(model).verdict)
 """
 
 
+@again_but("disk")
 @pytest.mark.process
 @pytest.mark.parametrize("offload", ["", "optimizer", "disk"])
 def test_a_module_trains_saves_and_loads_without_the_calls_of_linux(offload, tmp_path):

@@ -26,9 +26,12 @@ from onefold.errors import WireError
 from onefold.unit import dtensors
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import every_rank, run_ranks, seeded
+from tests.support.rows import again_but, worlds_in_turn
 from tests.support.training import Job, assert_same_bits, cut, run_job, train_plain
 
 
+@again_but("3-precision2")
+@worlds_in_turn
 @pytest.mark.parametrize("precision", ["bf16", "fp16", onefold.Precision(compute=torch.bfloat16)])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_stages_agree_bitwise_in_mixed_precision_and_follow_fp32(precision, world_size):
@@ -72,6 +75,7 @@ def test_a_bf16_module_keeps_its_dtype_and_steps_an_fp32_master(stage):
         assert torch.equal(weight, torch.full((64, 2), 254.0, dtype=torch.bfloat16))
 
 
+@worlds_in_turn
 @pytest.mark.parametrize(
     "edit",
     [
@@ -111,6 +115,7 @@ def test_a_copy_of_a_resting_weight_is_an_ordinary_parameter():
     assert torch.equal(copied, module.weight)
 
 
+@worlds_in_turn
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (2, 2), (2, 3)])
 @pytest.mark.parametrize("way", ["data", "no_grad"])
 @every_rank()
@@ -168,6 +173,7 @@ RECOMPUTE = {
 }
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("recompute", RECOMPUTE)
@@ -188,6 +194,7 @@ def test_a_read_that_is_computed_again_sees_what_its_forward_saw(
     assert torch.equal(gradient(RECOMPUTE[recompute]), gradient(None))
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("way", ["frozen", "no_grad"])
@@ -294,6 +301,7 @@ def two_groups(parameters, **options):
     )
 
 
+@worlds_in_turn
 @pytest.mark.parametrize(
     "build",
     [
@@ -367,6 +375,8 @@ def test_masters_follow_a_loaded_state_dict(rank, stage):
         assert torch.equal(module.weight, loaded)
 
 
+@again_but("0-0-GradScaler0", "2-0-GradScaler1", "2-3-GradScaler0")
+@worlds_in_turn
 @pytest.mark.parametrize("scaler_class", [onefold.GradScaler, torch.amp.GradScaler])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("overflowing_rank", [0, 2])
@@ -549,6 +559,7 @@ def conv_steps(module, batches, context, average):
     return [output.detach() for output in outputs]
 
 
+@worlds_in_turn
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (3, 0), (3, 1), (3, 3)])
 @pytest.mark.parametrize("norm", NORMS)
 @every_rank()
@@ -611,6 +622,7 @@ def test_statistics_are_at_least_as_wide_as_the_weights_of_the_forward():
     assert module(torch.randn(2, 4, 5, 5)).dtype == torch.float32
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("make", [parametrizations.spectral_norm, parametrizations.orthogonal])
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (3, 0), (3, 3)])
 @every_rank()
@@ -644,6 +656,7 @@ def test_the_older_spectral_norm_is_refused_by_name_under_precision():
     onefold.shard(module, stage=3)(torch.randn(2, 3)).sum().backward()
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_packed_sequences_and_named_tuples_are_cast_as_tensors_are(stage, world_size):

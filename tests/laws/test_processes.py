@@ -14,6 +14,7 @@ from torch import nn
 import onefold
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import run_processes, run_ranks, seeded, shorten_timeout
+from tests.support.rows import again_but
 from tests.support.training import Job, Result, assert_same_bits, cut, train_sharded
 
 pytestmark = pytest.mark.process
@@ -26,6 +27,7 @@ def _train_all_stages(rank, world_size, folder):
         torch.save((result.losses, result.weights), f"{folder}/{stage}.{rank}")
 
 
+@again_but("3")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_processes_compute_the_same_bits_as_threads(world_size, tmp_path):
     run_processes(world_size, _train_all_stages, world_size, str(tmp_path))
@@ -69,6 +71,7 @@ def _lose_a_rank(rank, how, folder):
     os._exit(0)
 
 
+@again_but("skips")
 @pytest.mark.parametrize("how", ["dies", "stops", "skips"])
 def test_a_lost_rank_ends_the_others_in_time_and_names_unit_and_collective(how, tmp_path):
     run_processes(3, _lose_a_rank, how, str(tmp_path))

@@ -25,6 +25,7 @@ from tests.support.programs.rounded import ROUNDED
 from tests.support.programs.shrinking import shrink
 from tests.support.programs.verdicts import Ended, Verdict, of_exception
 from tests.support.ranks import run_ranks
+from tests.support.rows import again_but
 
 AGAIN = pytest.mark.again(
     "tests/laws/test_programs.py::test_drawn_programs_are_right_or_refused_by_name"
@@ -113,6 +114,7 @@ def off_by(factor):
     return run
 
 
+@again_but("81827", "95519", "1101554")
 @pytest.mark.parametrize(
     "drawn",
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.ranks import run_ranks
+from tests.support.rows import again_but, worlds_in_turn
 from tests.support.scripts import PROGRAMS, Run
 
 CASES = [
@@ -16,6 +17,8 @@ CASES = [
 ]
 
 
+@again_but("letters_by_micro_batches-1", "codes-1", "codes-3", "adversaries-2", "denoiser-2")
+@worlds_in_turn
 @pytest.mark.filterwarnings("ignore:torch.save of a sharded module")
 @pytest.mark.parametrize(("program", "world_size", "stage"), CASES)
 def test_a_script_has_the_losses_of_one_process_also_once_resumed(

@@ -22,6 +22,7 @@ from onefold.recipe import Recipe
 from onefold.wire_config import fitted
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import run_ranks, seeded
+from tests.support.rows import again_but, worlds_in_turn
 from tests.support.training import Job, assert_same_bits, run_job
 from tests.wire.test_axes import job_of, run_axes
 
@@ -95,6 +96,7 @@ def test_plans_without_accumulation_are_those_of_stage_1_to_the_byte():
         assert one == two
 
 
+@again_but("3")
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_runs_without_accumulation_are_those_of_stage_1_in_bits_and_bytes(world):
     def body(rank: int, stage: int) -> tuple:
@@ -115,6 +117,7 @@ def test_runs_without_accumulation_are_those_of_stage_1_in_bits_and_bytes(world)
         assert one[1:] == two[1:]
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -153,6 +156,8 @@ def test_messages_of_a_step_are_the_closed_form_in_ledger_report_and_plan(
     run_ranks(world, body)
 
 
+@again_but("2-1-True", "2-3-False", "3-2-False")
+@worlds_in_turn
 @pytest.mark.parametrize(("stage", "is_whole"), [(1, True), (2, False), (3, False)])
 @pytest.mark.parametrize("world", [2, 3])
 def test_gradients_between_micro_batches_are_whole_or_shards(stage, is_whole, world):
@@ -193,6 +198,12 @@ def accumulating(**changes: object) -> Job:
     return Job(partial(Model, tied=True), batches, next_token_loss, accumulate=2, **changes)
 
 
+@again_but(
+    "3-{'clip': 0.1}",
+    "1-{'options': {'precision': 'bf16'}}",
+    "2-{'options': {'offload': 'optimizer'}}",
+    "3-{'options': {'shares': [3, 1, 2]}}",
+)
 @pytest.mark.parametrize(
     ("world", "changes"),
     [
@@ -218,6 +229,7 @@ def test_bits_under_accumulation_are_those_of_stage_3_with_states_on_disk(tmp_pa
     assert_same_bits(run_job(on(2), 3, 2), run_job(on(3, parameters="disk"), 3, 3))
 
 
+@again_but("None-bf16", "False-None", "optimizer-bf16")
 @pytest.mark.parametrize(
     ("secondary", "precision"),
     [(None, None), (None, "bf16"), (False, None), ("gradients", "bf16"), ("optimizer", "bf16")],
@@ -253,6 +265,7 @@ def test_nodes_exchange_gradients_once_a_step_and_their_ranks_in_each_micro_batc
     }  # fmt: skip
 
 
+@again_but("3")
 @pytest.mark.parametrize("world", [1, 3])
 def test_gradients_between_micro_batches_can_be_scaled_read_and_cleared_as_at_stage_3(world):
     def body(rank: int, stage: int) -> list[torch.Tensor]:

@@ -23,6 +23,7 @@ from onefold.tier.disk import BlockFile
 from tests.support.free_memory import has_free
 from tests.support.models import VOCAB, WIDTH, Block, Model
 from tests.support.ranks import every_rank, run_processes, run_ranks, seeded
+from tests.support.rows import again_but, worlds_in_turn
 
 LENGTHS = (6, 4, 9)
 """Tokens of the micro-batches: no two have the same shape."""
@@ -105,6 +106,8 @@ def notes(module: nn.Module) -> str:
 # bits
 
 
+@again_but("3-None")
+@worlds_in_turn
 @pytest.mark.parametrize("precision", [None, "bf16"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @every_rank()
@@ -120,6 +123,10 @@ def test_layers_give_the_bits_of_a_loop_that_sums_micro_batches_before_ranks(
         assert_same_runs(train(loop, rank, stage=3), wanted)
 
 
+@again_but(
+    "{'stage': 2, 'offload': 'optimizer', 'precision': 'bf16'}",
+    "{'stage': 3, 'wire': Wire(weights='int8', gradients='exact', secondary=None, feedback=False)}",
+)
 @pytest.mark.parametrize(
     "choices",
     [
@@ -256,6 +263,7 @@ def test_dropout_is_that_of_a_loop_that_seeds_each_micro_batch():
 # bytes
 
 
+@again_but("3")
 @pytest.mark.parametrize("world_size", [2, 3])
 @every_rank()
 def test_stage_3_sends_two_gathers_and_one_reduction_of_a_unit_whatever_their_number(
@@ -294,6 +302,8 @@ def test_the_interface_of_a_host_sends_three_times_its_part_of_the_weights():
     assert found["interface_nbytes"] == pytest.approx(found["ledger_nbytes"], rel=0.05)
 
 
+@again_but("3-keep")
+@worlds_in_turn
 @pytest.mark.parametrize("order", ["layers", "keep"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_memory_is_within_5_percent_of_the_plan_in_each_kind_and_together(world_size, order):
@@ -412,6 +422,7 @@ def square(output: Tensor, _: Any) -> Tensor:
     return output.square().mean()
 
 
+@again_but("Branching")
 @pytest.mark.parametrize("build", [sequential, Branching])
 @every_rank(2)
 def test_sequences_and_branches_between_blocks_run_in_layers(rank, build):
@@ -554,6 +565,7 @@ def test_bad_calls_are_named_errors_and_leave_the_module_as_it_was():
     assert torch.equal(found, wanted)
 
 
+@again_but("embed-layers", "blocks.2.up-keep", "head-keep", "loss-layers", "backward-keep")
 @pytest.mark.parametrize("order", ["layers", "keep"])
 @pytest.mark.parametrize("where", ["embed", "blocks.2.up", "head", "loss", "backward"])
 @every_rank(2)

@@ -19,6 +19,7 @@ from tests.layered.test_layered import assert_same, loop
 from tests.support.hf_ranks import run_forks
 from tests.support.pipelines import MICROBATCHES, Pipe, mean_loss, mesh_of, rows
 from tests.support.ranks import seeded
+from tests.support.rows import again_but
 
 
 def token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -85,6 +86,7 @@ def cut_by_sequence_ranks(rank: int, recompute: bool | None) -> dict[str, Any]:
     return facts(runs[0][0])
 
 
+@again_but("False")
 @pytest.mark.parametrize("recompute", [None, False])
 def test_a_model_whose_sequences_are_split_runs_in_layers_with_the_bits_of_the_loop(recompute):
     for found in run_forks(4, cut_by_sequence_ranks, recompute):

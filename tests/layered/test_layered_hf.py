@@ -13,6 +13,7 @@ from tests.inference.test_generating import deep_llama
 from tests.inference.test_prefill import gpt2
 from tests.layered.test_layered import assert_same, assert_same_runs, loop, train
 from tests.support.hf_ranks import run_forks
+from tests.support.rows import again_but
 
 transformers = pytest.importorskip("transformers")
 
@@ -135,6 +136,7 @@ def all_trained(rank: int, name: str) -> None:
         trained(rank, name, checkpointed)
 
 
+@again_but("llama", "t5")
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_transformers_run_in_layers_as_they_come(name):
     run_forks(2, all_trained, name)

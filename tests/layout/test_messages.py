@@ -27,6 +27,7 @@ from onefold.recipe import Member, Recipe
 from onefold.wire.kernels import compiling
 from tests.support.planned import most_of
 from tests.support.ranks import run_ranks, seeded
+from tests.support.rows import worlds_in_turn
 
 SRC = Path(onefold.__file__).parent
 SIZES = {"PACK_NBYTES": 64, "SHARE_NBYTES": 1, "ALIGN_NBYTES": 128}
@@ -57,6 +58,7 @@ def sent_and_planned(rank, wire):
     return (sent, held), (planned, sum(messages.gather.buffers) + sum(messages.reduce.buffers))
 
 
+@worlds_in_turn
 @pytest.mark.usefixtures("fresh_plans")
 @pytest.mark.parametrize("size", [None, *SIZES])
 @pytest.mark.parametrize("world_size", [2, 3])

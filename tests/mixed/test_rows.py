@@ -24,6 +24,7 @@ from onefold.mixed.sampler import split_rows
 from onefold.mixed.speeds import AffineFit, balance, measure
 from tests.support.models import Model, token_batches
 from tests.support.ranks import every_rank, run_processes, run_ranks, seeded
+from tests.support.rows import again_but, worlds_in_turn
 
 # divide
 
@@ -306,6 +307,8 @@ def weights_after(rank, stage, batch, counts, parts):
     return onefold.full_state_dict(module)
 
 
+@again_but("counts1-parts1-1", "counts3-parts3-3", "counts4-parts4-0")
+@worlds_in_turn
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     ("counts", "parts"),
@@ -435,6 +438,7 @@ def train_at_two_speeds(rank, is_queued):
     assert len(next(iter(sampler))) == 8, "set_shares ends the following"
 
 
+@again_but("True")
 @pytest.mark.process
 @pytest.mark.parametrize("is_queued", [False, True])
 def test_rows_move_to_the_rank_that_computes_faster(is_queued):

@@ -19,6 +19,7 @@ from onefold.layout.observer import members_of
 from onefold.wire.collectives import Group
 from onefold.wire.world import World
 from tests.support.ranks import run_ranks
+from tests.support.rows import again_but
 
 CPU = torch.device("cpu")
 UNSEEDED = "tests.app.test_training:unseeded_gpt"
@@ -41,6 +42,7 @@ def alone():
     return losses_of(1, JOB)
 
 
+@again_but("row_shares1-2", "auto-1")
 @pytest.mark.parametrize(
     ("row_shares", "accumulate"),
     [((3.0, 1.0), 1), ((3.0, 1.0), 2), ((1.0, 0.0), 1), ((1.0, 5.0, 1.0), 2), ("auto", 1)],

@@ -21,6 +21,7 @@ from onefold.recipe import Member, Recipe, UnitRecipe
 from onefold.wire.collectives import Group
 from tests.axes.test_cut import Model, batches, loss_of
 from tests.support.ranks import every_rank, run_ranks, seeded
+from tests.support.rows import again_but, worlds_in_turn
 
 WEIGHTS = [[1, 3], [0.2, 0.5, 0.3], [1, 0, 2]]
 
@@ -81,6 +82,7 @@ def test_a_share_of_zero_is_refused_at_stage_0_and_ranks_that_disagree_are_named
 # laws
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("shares", WEIGHTS, ids=str)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_any_split_gives_the_gradient_of_one_process(shares, stage):
@@ -148,6 +150,7 @@ def test_tiers_that_do_not_go_together_are_refused_on_every_rank(rank, choices):
         sharded(offload="optimizer" if rank else None, **given)
 
 
+@again_but("3")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_checkpoints_go_round_between_shares_and_one_process(tmp_path, stage):
     cuts = [(3, [1, 0, 2]), (2, None), (1, None), (2, [1, 3]), (3, [1, 0, 2])]

@@ -18,6 +18,7 @@ from onefold.engine.registry import engine_of
 from onefold.mixed.moving import overlaps
 from tests.axes.test_cut import Model, batches, loss_of
 from tests.support.ranks import every_rank, run_processes, run_ranks, seeded
+from tests.support.rows import again_but
 
 STEPS = 6
 
@@ -71,12 +72,13 @@ def assert_same(found: list[Any], wanted: list[Any]) -> None:
 
 
 PLANS = [({0: None, 2: [3, 1], 4: [1, 3]}, [1, 3]), ({0: [1, 0, 2], 3: [0, 2, 1]}, [0, 2, 1])]
-CASES = [
-    ({"stage": 1}, True), ({"stage": 2}, False), ({}, False), ({}, True),
-    ({"precision": "bf16"}, True), ({"offload": "cpu"}, True), ({"offload": "disk"}, False),
-    ({"offload": "mixed"}, True), ({"optimizer": torch.optim.Adagrad}, False),
-    ({"offload": onefold.Offload(tile=4096)}, False),
-]  # fmt: skip
+CASES = {
+    "1": ({"stage": 1}, True), "2": ({"stage": 2}, False), "3": ({}, False), "between": ({}, True),
+    "bf16": ({"precision": "bf16"}, True), "cpu": ({"offload": "cpu"}, True),
+    "disk": ({"offload": "disk"}, False), "mixed": ({"offload": "mixed"}, True),
+    "Adagrad": ({"optimizer": torch.optim.Adagrad}, False),
+    "tiles": ({"offload": onefold.Offload(tile=4096)}, False),
+}  # fmt: skip
 """Choices, and whether shares change between the micro-batches of a step."""
 
 
@@ -87,8 +89,13 @@ def tier_of(word: Any, rank: int, folder: Any) -> Any:
     return f"disk:{folder}" if word == "disk" else word
 
 
+@again_but(
+    "1-three ranks", "2-three ranks", "3-two ranks", "between-three ranks", "bf16-three ranks",
+    "cpu-two ranks", "disk-three ranks", "mixed-three ranks", "Adagrad-two ranks",
+    "tiles-three ranks",
+)  # fmt: skip
 @pytest.mark.parametrize(("plan", "last"), PLANS, ids=["two ranks", "three ranks"])
-@pytest.mark.parametrize(("choices", "between"), CASES, ids=str)
+@pytest.mark.parametrize(("choices", "between"), CASES.values(), ids=CASES)
 def test_shares_that_change_mid_run_give_the_bits_of_those_from_the_start(
     plan, last, choices, between, tmp_path
 ):
@@ -141,6 +148,7 @@ def old_spans(rank: int) -> dict[str, Any]:
     return {slot.fqn: None if slot.replicated else slot.cut.spans(rank) for slot in slots}
 
 
+@again_but("wire1")
 @pytest.mark.parametrize("wire", [{"gradients": "int8", "feedback": True}, {"weights": "int8"}])
 def test_quantized_wires_go_on_under_other_shares(wire):
     def body(rank, plan):

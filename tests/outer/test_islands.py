@@ -25,6 +25,7 @@ from tests.support.island_runs import (
     train_plain,
 )
 from tests.support.ranks import every_rank, run_ranks, seeded
+from tests.support.rows import again_but, worlds_in_turn
 
 SIZES = [(1, 1), (2, 2), (2, 1), (3, 2, 1)]
 
@@ -40,6 +41,8 @@ def assert_alike(trained):
             assert torch.equal(other.weights[name], weight), name
 
 
+@again_but("(1, 1)-0", "(2, 1)-3", "(3, 2, 1)-0")
+@worlds_in_turn
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_an_exchange_every_step_is_data_parallelism(sizes, stage):
@@ -95,6 +98,7 @@ def nesterov(parameters):
     return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
 
 
+@again_but("default")
 @pytest.mark.parametrize("outer", [averaging, None], ids=["averaging", "default"])
 def test_islands_step_by_the_outer_optimizer_and_by_that_of_diloco_by_default(outer):
     adam = {"optimizer": lambda p: torch.optim.AdamW(p, lr=1e-2)}
@@ -103,6 +107,7 @@ def test_islands_step_by_the_outer_optimizer_and_by_that_of_diloco_by_default(ou
     assert_near(trained.weights, simulate(wanted, trained.units)[0])
 
 
+@again_but("(1, 1)-3-des-loc", "(2, 1)-2-streaming", "(2, 2)-0-diloco", "(2, 2)-0-all")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("sizes", "stage"), [((1, 1), 3), ((2, 1), 2), ((2, 2), 0)], ids=str)
 def test_methods_are_what_the_papers_write(method, sizes, stage):
@@ -133,6 +138,7 @@ class SignMomentum(torch.optim.Optimizer):
                 p.sub_(first.sign(), alpha=group["lr"])
 
 
+@again_but("SignMomentum")
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, SignMomentum])
 def test_first_moments_alone_do_not_move_weights_far(optimizer):
     """The first input is not 0 on island 1 alone, so island 0 has no second moment for it."""
@@ -152,6 +158,7 @@ def test_first_moments_alone_do_not_move_weights_far(optimizer):
         assert_near(trained[0].weights, simulate(run, trained[0].units)[0])
 
 
+@again_but("{'precision': 'bf16'}", "{'offload': 'disk:'}")
 @pytest.mark.parametrize(
     "options",
     [{"precision": "bf16"}, {"offload": "cpu"}, {"offload": "optimizer"}, {"offload": "disk:"}],
@@ -172,6 +179,9 @@ def test_masters_and_tiers_take_part(options, tmp_path):
     assert trained[0].handle.num_rounds == 2
 
 
+@again_but(
+    "(1, 1)-None", "(1, 1)-int8+h", "(2, 2)-int4", "(1, 1, 1)-int8", "(2, 1)-None", "(2, 1)-int8+h"
+)
 @pytest.mark.parametrize("codec", [None, "int8", "int4", "int8+h"])
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 2), (1, 1, 1), (2, 1)], ids=str)
 def test_an_exchange_sends_the_closed_form(sizes, codec):
@@ -264,6 +274,12 @@ CHECKPOINTED = {
 }
 
 
+@again_but(
+    "load first-fragments",
+    "islands first-mid-period",
+    "islands first-under way",
+    "islands first-fragments",
+)
 @pytest.mark.parametrize("case", CHECKPOINTED)
 @pytest.mark.parametrize("order", ["load first", "islands first"])
 def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(case, order, tmp_path):

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import onefold
 from tests.support.island_runs import IslandRank, IslandRun, averaging, build, island_of
 from tests.support.ranks import every_rank, run_ranks
+from tests.support.rows import again_but
 
 UNEQUAL = [(2, 1), (3, 2, 1)]
 
@@ -34,6 +35,7 @@ DIFFERENT = {
 }
 
 
+@again_but("stage-(2, 1)", "codec-(3, 2, 1)", "every-(3, 2, 1)", "outer-(2, 1)", "model-(3, 2, 1)")
 @pytest.mark.parametrize("sizes", UNEQUAL, ids=str)
 @pytest.mark.parametrize("fact", DIFFERENT)
 def test_islands_that_differ_are_named_on_every_rank(fact, sizes):
@@ -84,6 +86,7 @@ def test_states_of_different_steps_are_named_on_every_rank(sizes):
     run_ranks(sum(sizes), body)
 
 
+@again_but("(3, 2, 1)")
 @pytest.mark.parametrize("sizes", UNEQUAL, ids=str)
 def test_a_rank_that_fails_in_an_exchange_is_named_on_every_rank(sizes, monkeypatch):
     """Its own error there, on the others one with its number; nothing has changed on any."""

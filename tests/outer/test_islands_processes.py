@@ -18,6 +18,7 @@ from onefold.wire.collectives import Group
 from tests.support.forking import HANG_S, await_ended_threads
 from tests.support.island_runs import IslandRank, IslandRun, build, island_of, train_islands
 from tests.support.ranks import _process, run_processes, shorten_timeout
+from tests.support.rows import again_but
 
 pytestmark = pytest.mark.process
 
@@ -112,6 +113,7 @@ def lose_a_rank(rank, sizes, lost, how, folder):
     os._exit(0)
 
 
+@again_but("(2, 1)-1-ends_early", "(3, 2, 1)-1-killed")
 @pytest.mark.parametrize(
     ("sizes", "lost", "how"),
     [((2, 1), 2, killed), ((2, 1), 1, ends_early), ((3, 2, 1), 1, killed)],

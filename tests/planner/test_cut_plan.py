@@ -21,6 +21,7 @@ from onefold.recording.report import Report
 from onefold.wire_config import Wire, resolve_wire, wire_of
 from tests.support.planned import most_of
 from tests.support.ranks import run_ranks, seeded
+from tests.support.rows import again_but, worlds_in_turn
 
 SIZES = {"small": (48, 24), "packed": (96, 96), "shared": (192, 384), "apart": (768, 768)}
 """Rows and columns of an expert, by how its slabs travel over 3 ranks."""
@@ -54,6 +55,15 @@ def run(rank: int, size: tuple[int, int], stage: int, wire: Any, shape: Any) -> 
     return onefold.report(module)
 
 
+@again_but(
+    "0-None-None-small",
+    "3-None-None-shared",
+    "3-wire3-None-shared",
+    "3-zero++-shape4-packed",
+    "3-wire5-shape5-small",
+    "3-wire5-shape5-apart",
+)
+@worlds_in_turn
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize(
     ("stage", "wire", "shape"),

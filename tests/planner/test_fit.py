@@ -22,6 +22,7 @@ from onefold.recipe import Member, Recipe, UnitRecipe
 from onefold.wire.collectives import Group
 from tests.support.free_memory import has_free
 from tests.support.ranks import run_ranks
+from tests.support.rows import again_but
 
 STATE = 1 << 40
 rooms_of_ranks = st.lists(st.floats(0.0, 1.5), min_size=1, max_size=5)
@@ -183,6 +184,7 @@ def test_a_device_is_divided_only_by_the_ranks_that_name_it():
 # stages
 
 
+@again_but("3")
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_run_takes_the_first_stage_that_a_plan_of_the_same_free_bytes_lets_fit(
     world_size, monkeypatch

@@ -44,6 +44,7 @@ from tests.support.free_memory import has_free
 from tests.support.models import Model
 from tests.support.planned import most_of, peak_of
 from tests.support.ranks import run_processes, run_ranks, seeded
+from tests.support.rows import again_but, worlds_in_turn
 
 SEQ, ROWS = 32, 3
 GIB = 2**30
@@ -139,6 +140,8 @@ def settings_of(name: str, world: int) -> list[tuple[int, str | None, str | None
     return SETTINGS[world - 1 + 3 * (name == "tied") :: 6]
 
 
+@again_but("tied-3")
+@worlds_in_turn
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("name", BUILDS)
 def test_states_are_what_the_plan_says_to_the_byte_and_every_kind_peaks_where_it_says(
@@ -170,6 +173,8 @@ def test_states_are_what_the_plan_says_to_the_byte_and_every_kind_peaks_where_it
             assert report.differing() == {}, (report.verdict, recipe)
 
 
+@again_but("2-3", "3-1")
+@worlds_in_turn
 @pytest.mark.usefixtures("sharing")
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("world", [2, 3])
@@ -182,6 +187,7 @@ def test_messages_that_regions_share_are_held_as_the_plan_says(world, stage):
     assert report.differing() == {}, report.verdict
 
 
+@again_but("True")
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_a_reduction_is_over_once_a_unit_has_been_recomputed(recomputes):
     """Ranks that are threads have links without delay: what is held is the least there can be."""
@@ -616,6 +622,7 @@ def test_a_plan_refuses_what_cannot_be(options, match):
 # stage="auto"
 
 
+@again_but("3")
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_auto_takes_the_lowest_stage_that_fits_on_every_rank_while_it_accumulates(
     world, monkeypatch
@@ -672,6 +679,7 @@ def _starved(rank: int, held: str, left_nbytes: int, is_real: bool) -> None:
     assert "hint: stage=" in said
 
 
+@again_but("of initial values")
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("held", "left_nbytes", "is_real"),

@@ -32,6 +32,7 @@ from onefold.recipe import Recipe
 from tests.support.commands import onefold
 from tests.support.planned import peak_of, sent_for
 from tests.support.ranks import run_processes
+from tests.support.rows import worlds_in_turn
 
 LAYERS, WIDTH, HEADS, SEQ, ROWS, VOCAB = 8, 64, 4, 32, 2, 256
 TOKENS, ITEMSIZE = ROWS * SEQ, 4
@@ -146,6 +147,7 @@ def test_axes_of_one_rank_leave_every_plan_as_it_is():
     assert with_axes.as_dict() == without.as_dict()
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("name", BUILDS)
 @pytest.mark.parametrize("stage", range(4))
 def test_the_one_rank_of_no_axes_holds_and_sends_what_the_model_does(name, stage):
@@ -391,6 +393,7 @@ def blocks_of(made: Composition) -> list[int]:
     return [len(rank.blocks) for rank in made.ranks]
 
 
+@worlds_in_turn
 @pytest.mark.parametrize(
     ("stage", "tp", "cp", "pp"),
     [(1, 2, 1, 1), (2, 1, 2, 1), (1, 1, 1, 4), (2, 1, 1, 4), (2, 2, 2, 2), (1, 4, 1, 2)],

@@ -14,6 +14,7 @@ from onefold.planner.models.gpt import GPT, GPTConfig
 from onefold.planner.planning import plan
 from onefold.planner.result import Plan
 from onefold.text import format_bytes
+from tests.support.rows import worlds_in_turn
 
 SEQ = 32
 GPUS = {"ranks": 8, "memory": "8GiB"}
@@ -69,6 +70,7 @@ def test_a_published_model_whose_dtype_is_not_kept_says_so():
     assert "float32, as llama-8b.json names no dtype" in line
 
 
+@worlds_in_turn
 @pytest.mark.parametrize(
     ("stage", "offload"), [(0, None), (1, "optimizer"), (3, "optimizer"), (3, "cpu")]
 )

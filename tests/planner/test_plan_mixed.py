@@ -30,6 +30,7 @@ from onefold.recording.report import Report
 from tests.support.commands import onefold as command
 from tests.support.planned import most_of
 from tests.support.ranks import run_ranks, seeded
+from tests.support.rows import again_but, worlds_in_turn
 
 SEQ, MIB = 32, 2**20
 GPUS = "8xh100-80 + 16xa100-40"
@@ -69,6 +70,8 @@ def twice(kind: str) -> list[Cluster]:
     return [first, replace(second, machine=replace(machine_of(kind), name="the same"))]
 
 
+@again_but("h100-80-3", "a100-40-1")
+@worlds_in_turn
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("kind", ["h100-80", "a100-40"])
 def test_one_kind_twice_is_one_kind_byte_for_byte_and_time_for_time(kind, stage):
@@ -86,6 +89,7 @@ def test_one_kind_twice_is_one_kind_byte_for_byte_and_time_for_time(kind, stage)
     assert parsed(f"8x{kind} + 8x{kind}") == parsed(f"16x{kind}")
 
 
+@again_but("8xh100-80 + 4xa100-40-False")
 @pytest.mark.parametrize(("cluster", "are_even"), [(GPUS, True), ("8xh100-80 + 4xa100-40", False)])
 def test_gradients_cross_between_hosts_as_in_a_run_that_knows_no_kinds(cluster, are_even):
     row = planned(cluster, stage=0).taken
@@ -163,6 +167,8 @@ def test_shares_are_even_where_even_ones_fit_and_as_even_as_memory_allows_elsewh
     assert made.command == ""
 
 
+@again_but("2-3")
+@worlds_in_turn
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_states_and_messages_of_each_rank_are_those_of_a_run_with_its_share(stage, accumulate):

@@ -37,6 +37,7 @@ from onefold.wire_config import PRESETS, resolve_wire
 from tests.support.free_memory import has_free
 from tests.support.planned import most_of
 from tests.support.ranks import run_ranks, seeded
+from tests.support.rows import again_but, worlds_in_turn
 
 WIDTH, ODD = 128, 37
 
@@ -126,6 +127,19 @@ def resting(found: Forecast, kind: str) -> int:
     return sum(n for (each, _), n in found.resting.items() if each == kind)
 
 
+@again_but(
+    "1-recommended-shape4-None-1",
+    "2-zero++diff-shape6-bf16-2",
+    "3-two hops-shape7-bf16-2",
+    "3-hpZ-shape10-None-1",
+    "3-all quantized-shape11-bf16-2",
+    "3-quantized replicas-shape14-None-1",
+    "3-hybrid-shape15-bf16-2",
+    "3-replicas-shape18-None-1",
+    "3-zero++-shape21-bf16-2",
+    "3-zero++diff-shape24-None-1",
+)
+@worlds_in_turn
 @pytest.mark.parametrize(
     ("stage", "name", "shape", "precision", "accumulate"),
     [
@@ -152,6 +166,7 @@ def test_bytes_held_and_sent_are_those_of_the_plan(stage, name, shape, precision
     assert report.differing() == {}, report.verdict
 
 
+@again_but("replicas")
 @pytest.mark.usefixtures("sharing")
 @pytest.mark.parametrize("name", ["zero++diff", "replicas"])
 def test_messages_that_regions_share_are_those_of_the_plan(name):

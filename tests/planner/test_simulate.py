@@ -26,6 +26,7 @@ from tests.laws.test_bytes import one_step
 from tests.support.planned import sent_for
 from tests.support.ranks import run_ranks
 from tests.support.recipes import timed, way
+from tests.support.rows import again_but, worlds_in_turn
 
 MIB = 1 << 20
 NUMEL, UNITS = MIB, 6
@@ -97,6 +98,7 @@ def test_a_world_of_one_is_silent(stage):
     assert step.seconds == pytest.approx(step.compute + step.memory + step.optimizer)
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("ranks", [2, 3, 8, 64])
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("stage", range(4))
@@ -110,6 +112,7 @@ def test_bytes_sent_are_the_table_of_memory_md(stage, accumulate, ranks):
     assert sent_for(step, "reduce") == pytest.approx(reduced * unit)
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("stage", range(4))
 def test_collectives_are_as_many_and_as_large_as_those_of_the_engine(stage, micro_batches):
@@ -269,6 +272,7 @@ def test_contention_slows_compute_only_beside_collectives():
     assert 0 < step.contention <= step.compute + step.memory + 1e-12
 
 
+@again_but("1000")
 @pytest.mark.parametrize("ranks", [2, 10, 1000])
 def test_the_slowest_of_many_is_the_expected_maximum(ranks):
     """Against sampling; Blom's approximation is good to 0.02 from two ranks on."""

@@ -31,6 +31,7 @@ from tests.planner import test_simulate
 from tests.planner.test_plan_wire import CASES, recipe_of, traced
 from tests.support.planned import sent_for
 from tests.support.recipes import Way, timed, way
+from tests.support.rows import worlds_in_turn
 
 MACHINE, NUMEL, UNITS = test_simulate.MACHINE, test_simulate.NUMEL, test_simulate.UNITS
 WIDE = replace(MACHINE, flops={"fp32": 1e12, "bf16": 1e12})
@@ -71,6 +72,7 @@ RUNS = st.one_of(
 )
 
 
+@worlds_in_turn
 @pytest.mark.parametrize(("stage", "name"), CASES)
 def test_bytes_of_the_spans_are_those_of_the_forecast(stage, name):
     """The forecast's are an engine's to the byte; these know neither vectors nor padding."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import onefold
 from tests.support.hf_ranks import run_forks
 from tests.support.ranks import run_ranks, seeded
+from tests.support.rows import again_but, worlds_in_turn
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -100,6 +101,14 @@ def trained(
     return onefold.report(model)
 
 
+@again_but(
+    "GPT2LMHeadModel-0-2",
+    "Gemma2ForCausalLM-1-3",
+    "OPTForCausalLM-2-3",
+    "T5ForConditionalGeneration-3-2",
+    "ViTForImageClassification-0-3",
+)
+@worlds_in_turn
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", MODELS)
@@ -116,6 +125,14 @@ def test_a_model_with_an_optimizer_that_came_after_shard_holds_what_was_predicte
     run_ranks(world_size, body)
 
 
+@again_but(
+    "GPT2LMHeadModel-0-2",
+    "Gemma2ForCausalLM-1-3",
+    "OPTForCausalLM-2-3",
+    "T5ForConditionalGeneration-3-2",
+    "ViTForImageClassification-0-3",
+)
+@worlds_in_turn
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", MODELS)
@@ -135,6 +152,16 @@ def test_adapters_that_were_merged_inside_unsharded_hold_what_was_predicted(
     run_ranks(world_size, body)
 
 
+@again_but(
+    "{'stage': 0}-grads kept-1",
+    "{'stage': 1}-grads cleared-1",
+    "{'stage': 2}-grads cleared-3",
+    "{'stage': 3}-grads kept-1",
+    "{'stage': 3}-grads cleared-2",
+    "{'stage': 1, 'offload': 'optimizer'}-grads kept-3",
+    "{'stage': 1, 'offload': 'optimizer'}-grads cleared-1",
+)
+@worlds_in_turn
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("clears", [False, True], ids=["grads kept", "grads cleared"])
 @pytest.mark.parametrize("sharding", [
@@ -190,6 +217,12 @@ def test_a_report_says_why_a_run_holds_less_than_predicted():
     run_ranks(2, body)
 
 
+@again_but(
+    "GPT2LMHeadModel",
+    "Gemma2ForCausalLM",
+    "T5ForConditionalGeneration",
+    "ViTForImageClassification",
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_one_rank_that_sums_two_backwards_holds_what_was_predicted(name):
     """Accelerate accumulates so on one rank, without a word to the module."""
@@ -207,6 +240,7 @@ def test_one_rank_that_sums_two_backwards_holds_what_was_predicted(name):
     assert "more than 5 %" not in report.verdict
 
 
+@again_but("3")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_saving_and_generating_hold_what_was_predicted(stage, tmp_path):
     def body(rank: int) -> None:
@@ -224,6 +258,7 @@ def test_saving_and_generating_hold_what_was_predicted(stage, tmp_path):
     run_ranks(2, body)
 
 
+@again_but("3")
 @pytest.mark.process
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_under_trainer_a_model_holds_what_was_predicted(stage, tmp_path):

@@ -25,6 +25,7 @@ from onefold.recording.run_report import RankLine, RunReport
 from onefold.recording.step_record import TORCH, StepRecord, idle_seconds, union
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import run_ranks, seeded
+from tests.support.rows import again_but, worlds_in_turn
 
 pytestmark = pytest.mark.timeout(60)
 UNITS = {"embed.weight", "blocks.0", "blocks.1", "blocks.2", "norm.weight"}
@@ -63,6 +64,8 @@ def recorded(world_size: int, stage: int, **options: Any) -> list[tuple[StepReco
     return [(record, report) for record, report, _ in results]
 
 
+@again_but("2-3", "3-2")
+@worlds_in_turn
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_unit_computes_once_forward_and_backward_inside_its_phase(world_size, stage):
@@ -87,6 +90,7 @@ def test_the_actions_of_a_step_are_text_with_one_line_a_unit():
         assert "reduce_scatter" in verbs[4:]
 
 
+@again_but("3")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_spans_of_collectives_sum_to_the_bytes_of_the_report(world_size):
     for record, report in recorded(world_size, 3):
@@ -243,6 +247,7 @@ def test_names_that_differ_in_numbers_are_one_row_largest_first():
     ]  # fmt: skip
 
 
+@again_but("3")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_busy_waiting_and_idle_seconds_are_the_step(stage):
     for record, _ in recorded(3, stage):

@@ -21,6 +21,7 @@ from tests.sim.device import check
 from tests.sim.ranks import run_sim
 from tests.sim.training import device
 from tests.support import experts, pipelines
+from tests.support.rows import again_but
 
 pytestmark = [
     pytest.mark.process,
@@ -120,6 +121,7 @@ def of_ranks() -> list[dict[tuple[str, int], Named]]:
     return run_sim(math.prod(HALVES), every_axis)
 
 
+@again_but("sequences", "ZBVZeroBubble")
 @pytest.mark.parametrize("name", AXES)
 def test_an_axis_has_the_weights_of_one_process(name: str, of_ranks: Any) -> None:
     wanted = AXES[name][1]()

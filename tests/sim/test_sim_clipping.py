@@ -18,6 +18,7 @@ from tests.sim.ranks import run_sim
 from tests.sim.training import Spared, on_device
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import seeded
+from tests.support.rows import again_but
 from tests.support.training import cut
 
 pytestmark = [
@@ -90,6 +91,7 @@ AT_STAGE_3 = [(3, case) for case in range(len(CASES))]
 AT_OTHERS = [(1 + case % 2, case) for case in range(len(CASES))]
 
 
+@again_but("3-runs1")
 @pytest.mark.parametrize(("world_size", "runs"), [(2, AT_OTHERS), (3, AT_STAGE_3)])
 def test_offloaded_and_device_weights_are_clipped_to_the_same_bits(world_size, runs):
     """Three ranks: rows are uneven, and some ranks have none of a parameter."""

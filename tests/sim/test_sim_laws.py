@@ -32,6 +32,7 @@ from tests.sim.ranks import run_sim
 from tests.sim.training import Recomputing, Spared, device, on_device, step, train_sim
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import seeded
+from tests.support.rows import again_but, worlds_in_turn
 from tests.support.training import Job, Result, assert_close, assert_same_bits, run_job, train_plain
 
 pytestmark = [
@@ -185,6 +186,8 @@ def run_cases(rank: int, table: Callable[[str], Cases], folder: str, world_size:
     return results
 
 
+@again_but("tiers-1", "hops-4", "compiled-2")
+@worlds_in_turn
 @pytest.mark.parametrize(
     ("table", "world_size"), [(tiers, 1), (tiers, 2), (orders, 3), (hops, 4), (compiled, 2)]
 )
@@ -198,6 +201,7 @@ def test_weights_are_those_of_the_cpu(table, world_size, tmp_path):
             assert_close(result, plain)
 
 
+@again_but("3")
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_bf16_has_the_losses_of_fp32_up_to_its_rounding(world_size):
     wanted = train_plain(job(clip=0.1)).losses
@@ -329,6 +333,8 @@ def spared(rank: int, stage: int, mesh: tuple[int, int] | None) -> tuple[int, in
     return waits, in_step
 
 
+@again_but("2-None", "3-mesh3")
+@worlds_in_turn
 @pytest.mark.parametrize(
     ("stage", "mesh"), [(0, None), (2, None), (3, None), (3, (2, 2)), (2, (2, 2))]
 )
@@ -403,6 +409,8 @@ def backward_after_a_step(rank: int, stage: Any, offload: Any) -> list[str]:
     return errors
 
 
+@again_but("3-offload2")
+@worlds_in_turn
 @pytest.mark.parametrize(("stage", "offload"), [(2, None), (3, None), (3, Offload("cpu", "cpu"))])
 def test_a_graph_from_before_a_step_is_an_error_on_a_device_too(stage, offload):
     for errors in run_sim(2, backward_after_a_step, stage, offload):

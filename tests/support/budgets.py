@@ -1,7 +1,7 @@
-"""CPU seconds of each test file, its child processes included, and its slow tests.
+"""CPU seconds of each test file, its child processes included.
 
 `pytest --durations-file=tests/support/durations.json` writes them. Unlike wall time they are nearly
-the same on a busy machine. `pytest --quick` leaves the slow tests out.
+the same on a busy machine. `pytest --quick` runs the cheapest files.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import TypedDict
 
 import pytest
 
@@ -21,8 +20,8 @@ MOST = 1.5
 """Times its budget that a file may take. A share of the total: a slow machine slows all files."""
 
 SMALLEST_S = 5.0
-SLOW = 1 / 10_000
-"""A test is slow if a case takes more than this share of all CPU seconds: 0.15 s of 25 minutes."""
+QUICK_S = 350.0
+"""What the files of `--quick` take together, where the table was written."""
 
 _CPU_S = "cpu_s"
 
@@ -37,14 +36,7 @@ def cpu_seconds() -> float:
     return total
 
 
-class Row(TypedDict):
-    """What a file took, and the names of its slow tests."""
-
-    cpu_s: float
-    slow: list[str]
-
-
-Table = dict[str, Row]
+Table = dict[str, float]  # CPU seconds by file
 
 
 class Budgets:
@@ -52,7 +44,7 @@ class Budgets:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._cases: dict[str, dict[str, float]] = defaultdict(dict)
+        self._files = defaultdict[str, float](float)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
@@ -66,8 +58,8 @@ class Budgets:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "teardown":
-            file, _, case = report.nodeid.partition("::")
-            self._cases[file][case] = float(str(dict(report.user_properties)[_CPU_S]))
+            cpu_s = float(str(dict(report.user_properties)[_CPU_S]))
+            self._files[report.nodeid.partition("::")[0]] += cpu_s
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if "PYTEST_XDIST_WORKER" not in os.environ:
@@ -81,35 +73,27 @@ class Budgets:
 
     def table(self) -> Table:
         """By file, the most expensive one first."""
-        total = sum(sum(cases.values()) for cases in self._cases.values())
-        files = {
-            file: {
-                "cpu_s": round(sum(cases.values()), 1),
-                "slow": sorted({test_of(case) for case in cases if cases[case] > SLOW * total}),
-            }
-            for file, cases in self._cases.items()
-        }
-        return dict(sorted(files.items(), key=lambda row: -row[1]["cpu_s"]))
+        rounded = {file: round(cpu_s, 1) for file, cpu_s in self._files.items()}
+        return dict(sorted(rounded.items(), key=lambda row: -row[1]))
 
 
-def test_of(case: str) -> str:
-    """The name of a test without its parameters."""
-    return case.partition("[")[0]
-
-
-def slow_tests() -> set[str]:
-    """The tests that were slow when `durations.json` was written, as `file::name`."""
-    table: Table = json.loads(BUDGETS.read_text())
-    return {f"{file}::{test}" for file, row in table.items() for test in row["slow"]}
+def quick_files(table: Table) -> set[str]:
+    """The cheapest files of the table, which take `QUICK_S` together at most."""
+    quick, total = set[str](), 0.0
+    for file, cpu_s in sorted(table.items(), key=lambda row: row[1]):
+        total += cpu_s
+        if total > QUICK_S:
+            break
+        quick.add(file)
+    return quick
 
 
 def overruns(table: Table, before: Table) -> list[str]:
     """A line for each file whose share of the run exceeds that of its budget by half."""
-    spent, budgets = ({file: row["cpu_s"] for file, row in run.items()} for run in (table, before))
-    both = [file for file in spent if file in budgets]
-    speed = sum(spent[file] for file in both) / (sum(budgets[file] for file in both) or 1.0)
+    both = [file for file in table if file in before]
+    speed = sum(table[file] for file in both) / (sum(before[file] for file in both) or 1.0)
     return [
-        f"budget: {file} took {spent[file]:.0f} CPU seconds, expected {budgets[file] * speed:.0f}"
+        f"budget: {file} took {table[file]:.0f} CPU seconds, expected {before[file] * speed:.0f}"
         for file in both
-        if spent[file] > SMALLEST_S and spent[file] > MOST * budgets[file] * speed
+        if table[file] > SMALLEST_S and table[file] > MOST * before[file] * speed
     ]

@@ -24,6 +24,7 @@ from onefold.tier.device import DeviceStore, InRing, Ring
 from tests.support.caching_allocator import CachingAllocator
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import run_ranks, seeded
+from tests.support.rows import again_but
 
 CPU = torch.device("cpu")
 
@@ -86,6 +87,7 @@ def train(rank: int, *, stage: int = 3, depth: int = 5) -> tuple[Tensor, list[ob
     return torch.stack(losses), steps
 
 
+@again_but("3")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_unsharded_weights_have_the_same_addresses_and_bits_in_every_step(world_size, monkeypatch):
     use_ring(monkeypatch, False)
@@ -187,6 +189,7 @@ def played(trace: list[tuple[int, int]], times: int) -> CachingAllocator:
     return allocator
 
 
+@again_but("large tables")
 @pytest.mark.parametrize("vocab", [512, 4096], ids=["small tables", "large tables"])
 def test_a_ring_reserves_its_free_slots_more_at_most(vocab, monkeypatch):
     """Sizes are 64 times those of the run, as of a model of billions of parameters."""

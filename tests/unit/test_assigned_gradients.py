@@ -8,6 +8,7 @@ from torch import nn
 
 import onefold
 from tests.support.ranks import every_rank, run_ranks, seeded
+from tests.support.rows import worlds_in_turn
 
 STAGES = [0, 1, 2, 3]
 WORLDS = [1, 2, 3]
@@ -62,6 +63,7 @@ CASES = {
 }
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("case", CASES)
@@ -77,6 +79,7 @@ def test_an_assigned_gradient_survives_accumulate(case, stage, world_size):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("stage", [0, 1])
 @every_rank()
@@ -86,6 +89,7 @@ def test_replacing_a_gradient_that_hides_a_sum_is_refused(rank, stage, world_siz
         run(module, {0: [assign], 2: [double]}, rank, world_size, onefold.accumulate)
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_assigned_gradient_survives_accumulate_layers(stage, world_size):

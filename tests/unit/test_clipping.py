@@ -15,6 +15,7 @@ import onefold
 from onefold.unit.logical import LogicalValues
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import run_ranks, seeded
+from tests.support.rows import again_but, worlds_in_turn
 from tests.support.training import cut
 
 
@@ -63,6 +64,8 @@ def clipped(
     return float(norm), grads, calls.names
 
 
+@again_but("2.0-False-1", "inf-None-3", "inf-True-1", "inf-False-3")
+@worlds_in_turn
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("foreach", [None, True, False])
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])

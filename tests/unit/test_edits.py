@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import onefold
 from onefold.unit.logical import warn_of_shards
 from tests.support.ranks import every_rank, run_ranks, seeded
+from tests.support.rows import again_but, worlds_in_turn
 from tests.support.zoo import whole
 
 ROWS = [(1, 3), (2, 0), (2, 1), (3, 2), (3, 3)]
@@ -120,6 +121,7 @@ EDITS = {
 }
 
 
+@worlds_in_turn
 @rows
 def test_an_edit_of_a_parameter_is_that_of_one_process(world_size, stage):
     plain = seeded(Mixed)
@@ -143,6 +145,7 @@ def test_an_edit_of_a_parameter_is_that_of_one_process(world_size, stage):
     run_ranks(world_size, body)
 
 
+@worlds_in_turn
 @rows
 def test_initialisers_that_a_library_has_replaced_set_the_same_values(
     monkeypatch, world_size, stage
@@ -173,6 +176,14 @@ SHOWN: dict[str, Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
+@again_but(
+    "1-3-detached data-False",
+    "2-0-parameter-True",
+    "2-1-data-False",
+    "3-3-detach-False",
+    "1-0-detach-True",
+)
+@worlds_in_turn
 @pytest.mark.parametrize("is_inference", [False, True])
 @pytest.mark.parametrize("shown", SHOWN)
 @pytest.mark.parametrize(("world_size", "stage"), [*ROWS, (1, 0)])
@@ -280,6 +291,14 @@ SHARES = [(1, 3, None), (2, 1, None), (3, 2, None), (3, 3, None), (2, 3, (3, 1))
 """World size, stage and shares."""
 
 
+@again_but(
+    "no_grad-3-1-shares5",
+    "inference-3-1-shares5",
+    "grad-3-2-None",
+    "grad-2-3-shares4",
+    "grad-3-1-shares5",
+)
+@worlds_in_turn
 @pytest.mark.parametrize(("world_size", "stage", "shares"), SHARES)
 @pytest.mark.parametrize("kind", ["no_grad", "inference", "grad"])
 def test_a_write_to_a_slice_of_a_parameter_is_that_of_one_process(world_size, stage, shares, kind):
@@ -327,6 +346,7 @@ def test_a_write_to_a_slice_of_a_gradient_is_that_of_one_process(world_size, sha
     run_ranks(world_size, body)
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0,)])
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (2, 2), (3, 3)])
 def test_views_of_a_parameter_without_elements_have_the_shapes_of_one_process(
@@ -394,6 +414,7 @@ PENALTIES: dict[str, Callable[[nn.Module], Tensor]] = {
 }
 
 
+@worlds_in_turn
 @rows
 def test_a_penalty_over_trained_and_frozen_parameters_has_the_gradient_of_one_process(
     world_size, stage
@@ -432,6 +453,7 @@ AVERAGES: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
+@worlds_in_turn
 @rows
 @pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
 def test_a_copy_of_a_parameter_computes_with_it_with_and_without_gradients(world_size, stage, grad):
@@ -460,6 +482,7 @@ def test_a_copy_of_a_parameter_computes_with_it_with_and_without_gradients(world
     run_ranks(world_size, body)
 
 
+@worlds_in_turn
 @rows
 @every_rank()
 def test_copies_between_models_are_those_of_one_process(rank, world_size, stage):
@@ -477,6 +500,7 @@ def test_copies_between_models_are_those_of_one_process(rank, world_size, stage)
         assert torch.equal(p, q), name
 
 
+@worlds_in_turn
 @rows
 def test_a_hidden_state_made_of_a_weight_is_a_plain_tensor(world_size, stage):
     def hidden(module: nn.Module) -> Tensor:
@@ -566,6 +590,7 @@ class Failing(nn.Module):
         return self.blocks[1](x)
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("accumulates", [True, False])
 @rows
 @every_rank()
@@ -608,6 +633,7 @@ def test_a_failed_backward_loses_the_sums_before_it_and_nothing_else(
     optimizer.step()
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("fails", ["between blocks", "at the end"])
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 0), *ROWS])
 @every_rank()
@@ -650,6 +676,7 @@ def test_the_first_forward_may_run_under_torch_func():
     run_ranks(3, body)
 
 
+@worlds_in_turn
 @rows
 def test_autograd_grad_has_this_ranks_gradients_of_whole_parameters(world_size, stage):
     """As DDP: nobody averages them, and `.grad` stays as it was."""
@@ -668,6 +695,7 @@ def test_autograd_grad_has_this_ranks_gradients_of_whole_parameters(world_size, 
     run_ranks(world_size, body)
 
 
+@worlds_in_turn
 @rows
 def test_gradients_stay_after_a_step_and_are_cleared_by_a_load(world_size, stage, tmp_path):
     plain = seeded(Mixed)
@@ -741,6 +769,7 @@ def _tied(module: Failing) -> None:
     module.blocks[0].weight = module.blocks[1].weight
 
 
+@worlds_in_turn
 @pytest.mark.parametrize(("kind", "change"), [(Normed, _normed), (Tied, _tied)])
 @pytest.mark.parametrize(("world_size", "stage"), [(2, 1), (3, 3)])
 def test_a_module_is_normed_and_tied_before_it_is_sharded(kind, change, world_size, stage):
@@ -759,6 +788,7 @@ def test_a_module_is_normed_and_tied_before_it_is_sharded(kind, change, world_si
     run_ranks(world_size, body)
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (2, 1), (3, 3)])
 @every_rank()
@@ -822,6 +852,7 @@ IN_A_ROW: dict[str, Callable[[Any, Any], object]] = {
 }
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("edit", IN_A_ROW.values(), ids=IN_A_ROW)
 @rows
 def test_edits_in_a_row_inside_a_forward_all_reach_the_parameter(edit, world_size, stage):

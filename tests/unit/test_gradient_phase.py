@@ -20,6 +20,7 @@ from onefold.unit.gradient import UnitGradient
 from onefold.unit.gradient_phase import GradientPhase as Phase
 from onefold.unit.reduction import OneHop
 from tests.support.ranks import run_ranks, seeded
+from tests.support.rows import worlds_in_turn
 
 WIDTH = 16
 STEPS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -97,6 +98,7 @@ def test_a_move_that_the_table_lacks_names_the_unit_both_phases_and_what_may_com
     run_ranks(2, end_a_step)
 
 
+@worlds_in_turn
 @pytest.mark.parametrize(
     ("stage", "reached"),
     [

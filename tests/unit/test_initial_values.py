@@ -17,6 +17,7 @@ import onefold
 from onefold.unit import deferred
 from onefold.unit.deferred import Deferred
 from tests.support.ranks import run_ranks
+from tests.support.rows import worlds_in_turn
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -192,6 +193,7 @@ def assert_equal(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert [name for name, value in wanted.items() if not torch.equal(got[name], value)] == []
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("kind", BUILDERS)
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (3, 3), (2, 0)])
 def test_initial_values_on_meta_are_those_of_the_constructor(kind, world_size, stage):
@@ -238,6 +240,7 @@ def test_a_model_that_differs_from_its_configuration_follows_the_rules_of_its_li
     assert got["encoder.block.0.layer.0.layer_norm.weight"].eq(1).all()
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("build", [plain, clip, whisper], ids=["plain", "clip", "whisper"])
 def test_loaded_values_are_never_initialised(tmp_path, build, world_size):

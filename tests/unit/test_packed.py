@@ -25,6 +25,7 @@ from onefold.unit import formats
 from onefold.unit.formats import Int4Groups, Int8Rows, MatrixFormat
 from onefold.unit.promises import PROMISED
 from tests.support.ranks import run_ranks, seeded
+from tests.support.rows import again_but
 
 RESTS = ("int8", "int4")
 FORMATS: dict[str, MatrixFormat] = {"int8": Int8Rows(), "int4": Int4Groups()}
@@ -121,6 +122,7 @@ def sharded(rest: str, **choices: Any) -> Any:
 # formats
 
 
+@again_but("shape0-int4", "shape1-int8", "shape2-int4", "shape3-int4", "shape4-int8", "shape5-int4")
 @pytest.mark.parametrize("rest", RESTS)
 @pytest.mark.parametrize("shape", [(64, 64), (130, 100), (5, 7), (1, 1), (3, 70, 33), (600, 2048)])
 def test_no_error_of_a_format_exceeds_the_documented_bound(rest, shape):
@@ -205,6 +207,7 @@ def test_the_order_in_a_tile_is_found_for_any_tile(monkeypatch):
 # modules
 
 
+@again_but("int4")
 @pytest.mark.parametrize("rest", RESTS)
 def test_logits_are_bitwise_those_of_one_process_that_calls_the_kernels(rest):
     wanted_model, exact = model(), model()
@@ -240,6 +243,7 @@ def test_logits_are_bitwise_those_of_one_process_that_calls_the_kernels(rest):
     assert error < {"int8": 0.02, "int4": 0.2}[rest]
 
 
+@again_but("int4")
 @pytest.mark.parametrize("rest", RESTS)
 def test_a_streamed_module_multiplies_packed_weights_from_any_tier(rest, tmp_path):
     (wanted,) = run_ranks(1, lambda rank: sharded(rest)(tokens(3)))
@@ -456,6 +460,13 @@ def outputs_of(module: Any) -> tuple[Tensor, Tensor]:
     return logits, made
 
 
+@again_but(
+    "GPT2LMHeadModel-int8",
+    "LlamaForCausalLM-int4",
+    "MixtralForCausalLM-int4",
+    "T5ForConditionalGeneration-int8",
+    "BertLMHeadModel-int4",
+)
 @pytest.mark.parametrize("rest", RESTS)
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_generate_the_tokens_of_one_process_on_any_number_of_ranks(name, rest):
@@ -478,6 +489,7 @@ def test_transformers_generate_the_tokens_of_one_process_on_any_number_of_ranks(
     assert 0 < (logits - exact).norm() < ERRORS[rest] * exact.norm()
 
 
+@again_but("batched_mm")
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])
 def test_experts_are_multiplied_one_by_one_or_decoded_one_unit_at_a_time(experts):
     name, rest = "MixtralForCausalLM", "int8"
@@ -503,6 +515,7 @@ def test_experts_are_multiplied_one_by_one_or_decoded_one_unit_at_a_time(experts
     assert 0 < (logits - exact).norm() < ERRORS[rest] * exact.norm()
 
 
+@again_but("2")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_units_that_stay_have_the_numbers_of_one_unit_decoded_at_most(world_size):
     """A stay has no end at which numbers would be freed: two forwards, of two layers each."""
@@ -524,6 +537,7 @@ def test_units_that_stay_have_the_numbers_of_one_unit_decoded_at_most(world_size
     run_ranks(world_size, run)
 
 
+@again_but("2")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_budget_has_room_for_the_numbers_of_one_unit_of_experts(world_size, tmp_path):
     numbers = 4 * (3 * 64 * 128) * 2  # one layer's experts in bf16

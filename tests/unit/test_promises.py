@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import onefold
 from onefold.errors import ConfigError
 from tests.support.ranks import run_ranks, seeded
+from tests.support.rows import worlds_in_turn
 
 
 class Adapted(nn.Module):
@@ -73,6 +74,7 @@ def compared(name: str) -> str:
     return name.removeprefix("model.").replace(".base_layer", "")
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("wrap", [in_a_wrapper, with_adapters, copied])

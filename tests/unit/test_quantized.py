@@ -29,6 +29,7 @@ from onefold.errors import CheckpointError, ConfigError
 from onefold.recording.report import Report
 from onefold.wire.codec import codec_of
 from tests.support.ranks import every_rank, run_ranks, seeded
+from tests.support.rows import again_but, worlds_in_turn
 
 bnb = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
@@ -167,6 +168,7 @@ def assert_same_bits(found: Any, wanted: Any) -> None:
         assert torch.equal(ours, theirs)
 
 
+@again_but("nf4", "nf4 in bfloat16", "int8, outliers")
 @pytest.mark.parametrize("kind", LINEARS)
 def test_a_quantized_base_trains_with_the_bits_of_one_process(kind):
     wanted = run_plain(kind)
@@ -177,6 +179,7 @@ def test_a_quantized_base_trains_with_the_bits_of_one_process(kind):
             assert_same_bits(found, wanted)
 
 
+@again_but("int8")
 @pytest.mark.parametrize("kind", ["nf4", "nf4 in bfloat16", "int8"])
 def test_every_tier_and_recompute_keep_the_bits(kind, tmp_path):
     wanted = run_plain(kind)
@@ -226,6 +229,7 @@ def test_packed_weights_in_an_optimizer_have_no_moments():
     assert held == 2 * 4 * sum(-(-p.numel() // 64) * 64 for p in trained)
 
 
+@again_but("int8")
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_accumulation_over_three_ranks_agrees_with_one_process(kind):
     wanted, _ = run_plain(kind, accumulate=2)
@@ -294,6 +298,8 @@ def bytes_of_a_pass(rank: int, kind: str, world_size: int) -> None:
     assert "master" not in report.memory
 
 
+@again_but("nf4-2", "int8-3")
+@worlds_in_turn
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("kind", ["nf4", "nf4, tables not nested", "nf4 in bfloat16", "int8"])
 def test_a_rank_holds_its_part_of_bytes_and_tables_and_sends_nothing_else(kind, world_size):
@@ -313,6 +319,8 @@ def state_of_all_kinds(rank: int, kind: str, stage: int) -> None:
         assert type(first).__module__.startswith("bitsandbytes")
 
 
+@again_but("0-nf4", "0-int8, outliers", "3-int8")
+@worlds_in_turn
 @pytest.mark.parametrize("kind", LINEARS)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_state_dicts_are_those_of_bitsandbytes(kind, stage):
@@ -328,6 +336,7 @@ def moved_through(directory: str, rank: int, kind: str, stage: int, seed: int) -
     return onefold.full_state_dict(module, rank0_only=False), train(module, optimizer, steps=1)
 
 
+@again_but("int8")
 @pytest.mark.parametrize("kind", ["nf4", "nf4 in bfloat16", "int8"])
 def test_checkpoints_hold_packed_bytes_and_move_to_another_world_size(kind, tmp_path):
     def save(rank: int) -> Any:
@@ -399,6 +408,7 @@ def merged(rank: int, kind: str) -> dict[str, Tensor]:
     return onefold.full_state_dict(module, rank0_only=False), module(batch(0)).sum().item()
 
 
+@again_but("int8")
 @pytest.mark.parametrize("kind", ["nf4", "nf4 in bfloat16", "int8"])
 def test_a_weight_that_is_quantized_anew_brings_its_tables_along(kind):
     ((wanted, output),) = run_ranks(1, merged, kind)
@@ -510,6 +520,7 @@ def tune(module: nn.Module, optimizer: Any) -> list[float]:
     return losses
 
 
+@again_but("8")
 @pytest.mark.filterwarnings("ignore::FutureWarning:transformers", "ignore:.*ContextVar")
 @pytest.mark.parametrize("bits", [4, 8])
 def test_qlora_of_peft_has_the_losses_and_the_adapter_file_of_one_process(bits, tmp_path):
@@ -576,6 +587,7 @@ def test_qlora_under_trainer_has_the_losses_and_adapters_of_one_process(tmp_path
         trainers.on_ranks(world_size, under_trainer, tmp_path)
 
 
+@again_but("8")
 @pytest.mark.parametrize("bits", [4, 8])
 def test_from_pretrained_reads_the_packed_weights_that_onefold_saves(bits, tmp_path):
     seeded(llama).save_pretrained(tmp_path / "base")
@@ -603,6 +615,7 @@ def freed(rank: int, kind: str, stage: int) -> dict[Any, int]:
     return {kind: usage.now for kind, usage in ledger.usage.items()}
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_deleted_quantized_model_gives_every_byte_back_without_a_collector(kind, stage):
@@ -647,6 +660,7 @@ def bases(module: nn.Module) -> list[Tensor]:
     return [part.base.weight for block in module.blocks for part in (block.up, block.down)]
 
 
+@again_but("int4")
 @pytest.mark.parametrize("word", ["int8", "int4"])
 def test_frozen_weights_of_plain_linears_rest_and_travel_quantized(word, tmp_path):
     module, _ = rounded(word)
@@ -790,6 +804,8 @@ SHOWN_BYTES: dict[str, Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
+@again_but("1-0-False", "3-3-False")
+@worlds_in_turn
 @pytest.mark.parametrize("is_inference", [False, True])
 @pytest.mark.parametrize(
     ("world_size", "stage"), [(1, 0), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3), (3, 0), (3, 3)]
@@ -829,6 +845,7 @@ def own_bytes(module: Any) -> Tensor:
     return found.clone()
 
 
+@worlds_in_turn
 @pytest.mark.filterwarnings("ignore:torch.save of a sharded module")
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (2, 1), (2, 3)])
 @every_rank()

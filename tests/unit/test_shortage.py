@@ -27,6 +27,7 @@ from onefold.layout.ledger import Kind, Ledger
 from onefold.unit.shortage import PAGE, explain, explained, is_shortage
 from tests.support.fresh import run_scripts
 from tests.support.ranks import every_rank, run_ranks, seeded
+from tests.support.rows import worlds_in_turn
 
 SAID = "CUDA out of memory. Tried to allocate 2.00 KiB. made up"
 BEGIN = "onefold: out of memory on "
@@ -149,6 +150,7 @@ PHASES = {
 }
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("fails", PHASES, ids=lambda fails: fails.__name__)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_note_names_the_rank_and_phase_and_holds_the_bytes_of_the_ledger(
@@ -366,6 +368,7 @@ def said(tmp_path_factory):
     }  # fmt: skip
 
 
+@worlds_in_turn
 @pytest.mark.process
 @pytest.mark.parametrize(("where", "world_size"), CASES)
 def test_a_rank_alone_without_memory_is_named_by_the_others_which_end(where, world_size, said):
@@ -377,6 +380,7 @@ def test_a_rank_alone_without_memory_is_named_by_the_others_which_end(where, wor
         assert BEGIN not in texts[rank]
 
 
+@worlds_in_turn
 @pytest.mark.process
 @pytest.mark.parametrize(("where", "world_size"), CASES)
 def test_its_own_error_is_explained_once_also_where_torch_alone_raises_it(where, world_size, said):

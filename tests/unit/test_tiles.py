@@ -16,6 +16,7 @@ import onefold
 from onefold import ConfigError, Offload, StateError
 from onefold.engine.registry import engine_of
 from tests.support.ranks import every_rank, run_ranks, seeded
+from tests.support.rows import again_but, worlds_in_turn
 
 ROWS, WIDTH = 131, 48
 
@@ -78,6 +79,8 @@ def close(wanted: Any, got: Any, tolerance: float = 1e-5) -> None:
         torch.testing.assert_close(tensor, got[1][name], rtol=1e-4, atol=2e-5)
 
 
+@again_but("3-False")
+@worlds_in_turn
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_tiled_weights_train_as_whole_ones_do(world_size, tied, tmp_path):
@@ -90,6 +93,7 @@ def test_tiled_weights_train_as_whole_ones_do(world_size, tied, tmp_path):
             close(wanted, got)
 
 
+@again_but("2")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_tiles_are_stepped_in_backward_once_their_last_use_is_over(world_size, tmp_path):
     early = Offload("disk", "disk", disk=tmp_path, tile=TILE, step_in_backward=True)
@@ -99,6 +103,8 @@ def test_tiles_are_stepped_in_backward_once_their_last_use_is_over(world_size, t
             close(wanted, got)
 
 
+@again_but("in its module-3", "outside-2")
+@worlds_in_turn
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("is_outside", [False, True], ids=["in its module", "outside"])
 def test_hooks_of_gradients_run_once_a_backward_for_all_uses_of_a_weight(world_size, is_outside):

@@ -18,6 +18,7 @@ from onefold.unit.buffer import Buffer, _own_references
 from onefold.unit.gather import UnitGather
 from onefold.wire import digest
 from tests.support.ranks import every_rank, run_ranks, seeded
+from tests.support.rows import again_but, worlds_in_turn
 
 WORLDS = pytest.mark.parametrize("world_size", [2, 3, 4])
 SHARDED = pytest.mark.parametrize("stage", [1, 3])
@@ -50,6 +51,7 @@ def number(value: Tensor) -> float:
     return float(value.full_tensor() if isinstance(value, DTensor) else value)
 
 
+@worlds_in_turn
 @WORLDS
 @SHARDED
 @pytest.mark.parametrize("norm_type", [float("inf"), 2.0])
@@ -91,6 +93,8 @@ BOUNDS: dict[str, Any] = {
 }
 
 
+@again_but("parameter-2", "gradient-4", "in grad mode-2")
+@worlds_in_turn
 @WORLDS
 @pytest.mark.parametrize("of", ["parameter", "data", "gradient", "in grad mode"])
 def test_bounds_of_tensors_are_right_where_a_rank_has_no_rows(world_size, of):
@@ -135,6 +139,7 @@ ASSIGNMENTS: dict[str, Any] = {
 }
 
 
+@worlds_in_turn
 @pytest.mark.parametrize(
     ("how", "world_size", "stage"),
     [(how, world_size, 1 + (index + world_size) % 3) for index, how in enumerate(ASSIGNMENTS)
@@ -207,6 +212,7 @@ def sharded_twins() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     return module, optimizer, module.__dict__["_onefold_engine"]
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("phase", ["gather", "reduce_scatter"])
 @pytest.mark.parametrize("notices", ["step", "save"])
@@ -279,6 +285,7 @@ KEPT: dict[str, Any] = {
 }
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("kept", KEPT)
 @SHARDED
 @every_rank(2)

@@ -20,6 +20,7 @@ from onefold.layout.two_axes import Axes, NodeLayout
 from onefold.wire import launcher
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import run_ranks, seeded
+from tests.support.rows import again_but, worlds_in_turn
 from tests.support.training import (
     Job,
     Result,
@@ -124,6 +125,14 @@ def on_two_nodes(stage, secondary):
     return run_axes(job_of(secondary), (2, 2), stage)
 
 
+@again_but(
+    "3-False-shape0",
+    "3-weights-shape1",
+    "3-gradients-shape1",
+    "2-None-shape0",
+    "1-optimizer-shape1",
+)
+@worlds_in_turn
 @pytest.mark.parametrize("shape", [(3, 2), (2, 3)])
 @pytest.mark.parametrize(("stage", "secondary"), PLACES)
 def test_every_placement_agrees_with_one_process(shape, stage, secondary):
@@ -132,6 +141,8 @@ def test_every_placement_agrees_with_one_process(shape, stage, secondary):
     assert_close(run_axes(work, shape, stage), train_plain(work))
 
 
+@again_but("3-weights", "2-optimizer")
+@worlds_in_turn
 @pytest.mark.parametrize(("stage", "secondary"), PLACES)
 def test_accumulation_agrees_with_one_process(stage, secondary):
     work = job_of(secondary, accumulate=2)
@@ -174,6 +185,7 @@ def test_a_preset_takes_the_hosts_of_the_launcher_for_nodes(local, axes, monkeyp
     assert run_ranks(4, body) == [axes or None] * 4
 
 
+@again_but("shape1")
 @pytest.mark.parametrize("shape", [(1, 3), (3, 1)])
 def test_a_mesh_with_an_axis_of_one_trains_as_one_axis_does(shape, monkeypatch):
     """Whatever a script for several nodes asks for, and whatever hosts a launcher has started."""

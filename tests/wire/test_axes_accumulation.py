@@ -15,6 +15,7 @@ from onefold.engine.registry import engine_of
 from tests.checkpoint.test_axes_checkpoint import close, start, step, whole_weights
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import run_ranks, seeded
+from tests.support.rows import again_but, worlds_in_turn
 
 PLACES = [(3, "weights"), (3, "gradients"), (3, "optimizer"), (2, None), (2, "optimizer")]
 WORLD = 4
@@ -50,6 +51,13 @@ def freezing_amid(rank, world, module, optimizer):
         module.blocks[0].up.weight.requires_grad_(True)
 
 
+@again_but(
+    "3-weights-freezing_amid",
+    "3-gradients-freezing_amid",
+    "2-None-keeping_gradients_then_clearing",
+    "2-optimizer-freezing_amid",
+)
+@worlds_in_turn
 @pytest.mark.parametrize("loop", [keeping_gradients_then_clearing, freezing_amid])
 @pytest.mark.parametrize(("stage", "secondary"), PLACES)
 def test_loops_that_change_their_mind_agree_with_one_process(loop, stage, secondary):
@@ -74,6 +82,8 @@ class Branch(nn.Module):
         return (self.one(x) if takes_one else self.other(x)).square().mean()
 
 
+@again_but("False-3-gradients", "True-3-weights", "True-2-None", "True-2-optimizer")
+@worlds_in_turn
 @pytest.mark.parametrize(("stage", "secondary"), PLACES)
 @pytest.mark.parametrize("clears", [False, True])
 def test_what_an_early_micro_batch_of_one_node_used_is_kept_or_cleared(stage, secondary, clears):
@@ -121,6 +131,8 @@ class _Failing(torch.autograd.Function):
         raise ArithmeticError("as asked")
 
 
+@again_but("shape0-3-gradients-step", "None-1-None-backward", "shape5-2-optimizer-backward")
+@worlds_in_turn
 @pytest.mark.parametrize("goes_on", ["backward", "step"])
 @pytest.mark.parametrize(
     ("shape", "stage", "secondary"),
@@ -193,6 +205,7 @@ USES = {
 }
 
 
+@again_but("optimizer")
 @pytest.mark.parametrize("secondary", ["gradients", "optimizer"])
 def test_sums_of_one_node_are_an_error_to_whoever_reads_or_changes_them(secondary):
     """Before the last micro-batch; afterwards gradients are those of a run that did not try."""
@@ -251,6 +264,7 @@ def test_replicas_stay_the_same_after_a_backward_that_failed():
         close(found, wanted, 0)
 
 
+@again_but("optimizer")
 @pytest.mark.parametrize("secondary", ["gradients", "optimizer"])
 def test_a_tier_that_fails_on_one_rank_is_an_error_on_all_that_gather_with_it(secondary):
     """Nodes that are replicas gather by themselves: there its node is told, and no other waits."""

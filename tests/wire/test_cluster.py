@@ -18,6 +18,7 @@ from hosts import Counted, Counters, Hosts, HostsError, bits_per_s, names, refus
 
 from tests.support.commands import onefold
 from tests.support.forking import HANG_S
+from tests.support.rows import again_but
 
 CLUSTER = Path(cluster.__file__)
 JOB = ("--model", "tiny", "--steps", "3", "--batch", "1", "--seq", "16", "--sample", "0", "--json")
@@ -161,6 +162,7 @@ def heed_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+@again_but("2")
 @pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
 def test_the_command_ends_with_the_signal_and_takes_its_hosts_and_ranks_with_it(
     permitted, tmp_path, stop

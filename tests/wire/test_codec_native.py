@@ -17,6 +17,7 @@ from onefold.wire.codec import codec_of, encode_with_feedback
 from onefold.wire.kernels import compiling
 from onefold.wire.kernels.library import library
 from onefold.wire.native import CodecKernel, Parts
+from tests.support.rows import again_but
 
 WORDS = ["int8", "int4", "int8+h", "int4+h"]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -91,6 +92,7 @@ def test_messages_and_what_they_decode_to_have_torchs_bits(
             assert torch.equal(a, b)
 
 
+@again_but("int8", "int4+h")
 @pytest.mark.parametrize("word", WORDS)
 def test_nothing_is_written_beside_message_and_values(compiled, word, monkeypatch):
     with_kernel(monkeypatch, compiled[0])
@@ -108,6 +110,7 @@ def test_nothing_is_written_beside_message_and_values(compiled, word, monkeypatc
             assert (out[16 + numel :] == 5.0).all()
 
 
+@again_but("int8", "int4+h")
 @pytest.mark.parametrize("word", WORDS)
 def test_feedback_is_the_same_with_and_without(compiled, word, monkeypatch):
     codec, found = codec_of(word), []
@@ -146,6 +149,7 @@ def test_what_was_decoded_to_counts_as_changed_in_place(compiled, monkeypatch):
         codec.decode(message, torch.zeros(64))
 
 
+@again_but("torch.float16-int8", "torch.float64-int4")
 @pytest.mark.parametrize("word", ["int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
 def test_other_dtypes_are_torchs(compiled, word, dtype, monkeypatch):

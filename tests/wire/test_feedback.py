@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import onefold
 from onefold import Wire
 from tests.support.ranks import run_ranks, seeded
+from tests.support.rows import again_but
 
 INT4 = 1.004 / 14 / (1 - 1.004 / 14)
 """The most that a message of int4 owes of values up to 1: half a scale of a seventh of the largest,
@@ -89,15 +90,17 @@ def batch(rank, index=0):
     return torch.randn(4, 16, generator=torch.Generator().manual_seed(100 * index + rank))
 
 
-WAYS = [
-    (2, None, 3, Wire(gradients="int4", feedback=True), 1),
-    (3, None, 2, Wire(gradients="int4", feedback=True), 1),
-    (4, (2, 2), 3, Wire(gradients=("int8", "int4"), feedback=True), 1.1),
-    (4, (2, 2), 3, Wire(gradients=("exact", "int4"), secondary="optimizer", feedback=True), 2.1),
-]
+SECOND = Wire(gradients=("exact", "int4"), secondary="optimizer", feedback=True)
+WAYS = {
+    "stage 3": (2, None, 3, Wire(gradients="int4", feedback=True), 1),
+    "stage 2": (3, None, 2, Wire(gradients="int4", feedback=True), 1),
+    "nodes": (4, (2, 2), 3, Wire(gradients=("int8", "int4"), feedback=True), 1.1),
+    "secondary": (4, (2, 2), 3, SECOND, 2.1),
+}
 
 
-@pytest.mark.parametrize(("world_size", "shape", "stage", "wire", "hops"), WAYS, ids=str)
+@again_but("1-stage 2", "2-stage 3", "2-nodes", "2-secondary")
+@pytest.mark.parametrize(("world_size", "shape", "stage", "wire", "hops"), WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("micros", [1, 2])
 def test_what_was_read_sums_to_all_gradients_but_for_one_rounding(
     world_size, shape, stage, wire, hops, micros
@@ -123,7 +126,7 @@ def frozen():
     return module
 
 
-@pytest.mark.parametrize(("world_size", "shape", "stage", "wire", "hops"), WAYS, ids=str)
+@pytest.mark.parametrize(("world_size", "shape", "stage", "wire", "hops"), WAYS.values(), ids=WAYS)
 def test_what_is_kept_is_what_is_sent_in_fp32_and_was_predicted(
     world_size, shape, stage, wire, hops
 ):
@@ -150,6 +153,7 @@ def test_what_is_kept_is_what_is_sent_in_fp32_and_was_predicted(
     run_ranks(world_size, body)
 
 
+@again_but("shape1")
 @pytest.mark.filterwarnings("ignore:step 3 is skipped")
 @pytest.mark.parametrize("shape", [None, (2, 2)])
 def test_a_step_that_is_skipped_leaves_nothing_to_send(shape):
@@ -171,6 +175,7 @@ def test_a_step_that_is_skipped_leaves_nothing_to_send(shape):
     run_ranks(2 if shape is None else 4, body)
 
 
+@again_but("None-1", "shape1-2")
 @pytest.mark.parametrize("micros", [1, 2])
 @pytest.mark.parametrize("shape", [None, (2, 2)])
 def test_gradients_that_are_cleared_without_a_step_take_what_they_owe_with_them(shape, micros):
@@ -199,6 +204,7 @@ class Branches(nn.Module):
         return self.layers[self.route](x)
 
 
+@again_but("shape1")
 @pytest.mark.parametrize("shape", [None, (2, 2)])
 def test_what_is_owed_of_a_parameter_waits_until_this_rank_uses_it_again(shape):
     """Read by somebody or by nobody: zeros of ranks that did not use it carry nothing."""

@@ -18,6 +18,7 @@ from onefold.recipe import Recipe
 from onefold.wire import launcher
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import run_ranks, seeded
+from tests.support.rows import again_but
 from tests.support.training import Job, assert_close, assert_same_bits, run_job, train_plain
 
 
@@ -38,6 +39,7 @@ def job_of(**changes):
     return Job(Model, token_batches(rows=rows), next_token_loss, **changes)
 
 
+@again_but("6-3")
 @pytest.mark.parametrize(("world", "local"), [(4, 2), (6, 3)])
 def test_all_stages_have_the_same_bits_over_hosts(hosts, world, local):
     hosts(local)
@@ -48,6 +50,7 @@ def test_all_stages_have_the_same_bits_over_hosts(hosts, world, local):
         assert_same_bits(run, runs[0])
 
 
+@again_but("0", "3")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_micro_batches_agree_with_one_process(hosts, stage):
     hosts(2)
@@ -88,6 +91,7 @@ def stacked(rank, stage, mesh=False):
     return weights, report, engine_of(module).recipe
 
 
+@again_but("6")
 @pytest.mark.parametrize("world", [4, 6])
 def test_slabs_and_parameters_of_few_ranks_cross_between_hosts(hosts, world):
     hosts(2)
@@ -99,6 +103,7 @@ def test_slabs_and_parameters_of_few_ranks_cross_between_hosts(hosts, world):
                 assert torch.equal(weight, first[name]), name
 
 
+@again_but("3")
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_bytes_between_hosts_are_those_of_a_ring_and_of_the_plan(hosts, stage):
     """A ring over all ranks sends (N-1)/N of the gradients over each host's link."""

@@ -21,6 +21,7 @@ from onefold.wire.ranks import local_place
 from tests.support.forking import await_ended_threads
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import run_ranks, seeded
+from tests.support.rows import again_but
 from tests.support.training import Job, train_plain, train_sharded
 
 SOUND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
@@ -77,6 +78,7 @@ def _train_as_launched(rank, world_size, port, starter, folder):
     torch.save(result.losses, f"{folder}/{rank}")
 
 
+@again_but("a wrapper around srun-2", "a wrapper around mpirun-3", "accelerate launch-2")
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("starter", "world_size"), list(zip(STARTED_BY, (2, 3, 2, 2), strict=True))

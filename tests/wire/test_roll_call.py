@@ -24,6 +24,7 @@ from onefold.wire.roll_call import Answer, RollCall
 from onefold.wire.roll_call import find_deadlock as deadlock_of
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import run_processes, seeded
+from tests.support.rows import again_but
 
 SECOND = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 ELSEWHERE = Answer("no collective")
@@ -153,6 +154,7 @@ def _come_late(rank, how):
     dist.barrier()
 
 
+@again_but("computes")
 @pytest.mark.process
 @pytest.mark.parametrize("how", ["sleeps", "computes"])
 def test_a_slow_rank_is_waited_for(how):

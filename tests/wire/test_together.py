@@ -24,6 +24,7 @@ from onefold.wire import together as together_room
 from onefold.wire.collectives import Group
 from onefold.wire.together import collect, first, same, together
 from tests.support.ranks import run_processes, run_ranks
+from tests.support.rows import again_but
 
 LIMIT_S = 2.0 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 """Two seconds on a machine that is not busy; ranks otherwise wait for minutes."""
@@ -369,6 +370,7 @@ def fails_while_it_connects(rank, error):
     onefold.shard(nn.Linear(8, 8))  # in step again
 
 
+@again_but("KeyboardInterrupt")
 @pytest.mark.process
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_a_rank_that_fails_while_it_connects_ends_those_that_wait(error):

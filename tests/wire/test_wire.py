@@ -15,6 +15,7 @@ from onefold import Wire
 from onefold.wire_config import PRESETS
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import run_ranks, seeded
+from tests.support.rows import again_but, worlds_in_turn
 from tests.support.training import Job, assert_same_bits, run_job
 from tests.wire.test_axes import run_axes
 
@@ -53,6 +54,11 @@ def close(got, wanted, within):
     torch.testing.assert_close(got.losses, wanted.losses, rtol=within, atol=0)
 
 
+@again_but(
+    "Wire(weights='exact', gradients='int8', secondary=None, feedback=False)-3",
+    "Wire(weights='int8', gradients=('int8+h', 'int4+h'), secondary=None, feedback=False)-1",
+)
+@worlds_in_turn
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("wire", WIRES, ids=str)
 def test_quantized_messages_train_nearly_as_exact_ones(wire, stage):
@@ -61,12 +67,22 @@ def test_quantized_messages_train_nearly_as_exact_ones(wire, stage):
     close(run_job(job(wire, clip=0.1), world_size, stage), exact(world_size, stage), 0.02)
 
 
+@again_but("Wire(weights='int8-diff', gradients='int8', secondary=None, feedback=False)-1")
 @pytest.mark.parametrize("stage", [1])
 @pytest.mark.parametrize("wire", DIFFERENCES, ids=str)
 def test_differences_train_nearly_as_exact_messages(wire, stage):
     close(run_job(job(wire, clip=0.1), 3, stage), exact(3, stage), 0.01)
 
 
+@again_but(
+    "False-Wire(weights='exact', gradients='int4+h', secondary=None, feedback=False)",
+    "False-Wire(weights='int4-diff', gradients='exact', secondary=None, feedback=False)",
+    "weights-Wire(weights='exact', gradients='int8', secondary=None, feedback=False)",
+    "weights-Wire(weights='int8', gradients=('int8+h', 'int4+h'), secondary=None, feedback=False)",
+    "gradients-Wire(weights='int8', gradients='exact', secondary=None, feedback=False)",
+    "gradients-Wire(weights='int8+h', gradients='int4', secondary=None, feedback=False)",
+    "gradients-Wire(weights='int8-diff', gradients='int8', secondary=None, feedback=False)",
+)
 @pytest.mark.parametrize("wire", [*WIRES, *DIFFERENCES], ids=str)
 @pytest.mark.parametrize("secondary", SECONDARIES)
 def test_quantized_hops_train_nearly_as_exact_ones(wire, secondary):
@@ -79,6 +95,7 @@ def test_quantized_hops_train_nearly_as_exact_ones(wire, secondary):
     close(got, exact_on_axes(accumulate), 0.02)
 
 
+@again_but("3")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_nodes_that_are_replicas_stay_the_same_under_a_quantized_wire(stage):
     """`run_axes` compares all ranks bit for bit."""

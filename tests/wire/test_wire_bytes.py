@@ -21,6 +21,7 @@ from onefold.layout.rows import round_up
 from onefold.wire.codec import codec_of
 from onefold.wire_config import PRESETS
 from tests.support.ranks import run_ranks, seeded
+from tests.support.rows import again_but, worlds_in_turn
 
 WIDTH, LAYERS = 128, 4
 MATRIX, VECTOR = WIDTH * WIDTH, WIDTH
@@ -70,6 +71,7 @@ def sent(report):
 SECONDARIES = [False, "weights", "gradients", "optimizer", None]
 
 
+@again_but("shape0-gradients", "shape1-False", "shape1-optimizer", "shape2-weights", "shape2-None")
 @pytest.mark.parametrize("secondary", SECONDARIES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_stage_3_sends_between_nodes_what_its_placement_says(shape, secondary):
@@ -97,6 +99,8 @@ def test_stage_3_sends_between_nodes_what_its_placement_says(shape, secondary):
         }
 
 
+@again_but("3-2")
+@worlds_in_turn
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("micros", [1, 3])
 def test_stages_that_keep_weights_send_everything_once_a_step(stage, micros):
@@ -117,6 +121,7 @@ def parcel(codec, *matrices, vectors):
     return sum(round_up(nbytes, ALIGN_NBYTES) for nbytes in parts)
 
 
+@again_but("1-zero++diff", "3-zero++", "3-recommended", "3-zero++diff")
 @pytest.mark.parametrize("name", ["zero++", "recommended", "zero++diff"])
 @pytest.mark.parametrize("micros", [1, 3])
 def test_quantized_messages_have_the_bytes_of_their_codec(name, micros):
@@ -157,6 +162,16 @@ HELD = [
 ]
 
 
+@again_but(
+    "shape0-3-wire0-None-1",
+    "shape3-3-wire3-None-3",
+    "shape5-3-wire5-None-3",
+    "shape6-3-wire6-bf16-1",
+    "shape9-3-wire9-None-3",
+    "shape12-3-wire12-None-3",
+    "shape13-2-wire13-None-1",
+    "shape15-3-wire15-None-1",
+)
 @pytest.mark.parametrize(
     ("shape", "stage", "wire", "precision", "micros"),
     [(*each, micros) for index, each in enumerate(HELD)

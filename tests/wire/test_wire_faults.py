@@ -12,6 +12,7 @@ from onefold import Wire
 from onefold.engine.registry import engine_of
 from onefold.wire_config import PRESETS
 from tests.support.ranks import run_ranks, seeded
+from tests.support.rows import again_but, worlds_in_turn
 
 
 def net() -> nn.Module:
@@ -158,6 +159,8 @@ def _starve():
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 KiB. made up")
 
 
+@again_but("begun-3", "ended-2")
+@worlds_in_turn
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("when", ["begun", "ended"])
 def test_a_backward_without_memory_says_what_is_held_and_may_be_repeated(stage, when):
@@ -232,6 +235,7 @@ def test_every_wire_works_in_a_world_of_one(wire):
     module(torch.ones(1, 8)).sum().backward()
 
 
+@worlds_in_turn
 @pytest.mark.parametrize("wire", PRESETS)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_every_named_wire_works_on_one_axis(wire, stage):

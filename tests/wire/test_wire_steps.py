@@ -13,13 +13,14 @@ import onefold
 from onefold import Wire
 from onefold.wire_config import PRESETS
 from tests.support.ranks import run_ranks, seeded
+from tests.support.rows import again_but
 
-WAYS = [
-    (None, 3, Wire(weights="int8", gradients="int8")),
-    ((2, 2), 3, PRESETS["recommended"]),
-    ((2, 2), 2, PRESETS["zero++diff"]),
-    ((2, 2), 3, Wire(gradients=("exact", "int8"), secondary="optimizer")),
-]
+WAYS = {
+    "int8": (None, 3, Wire(weights="int8", gradients="int8")),
+    "recommended": ((2, 2), 3, PRESETS["recommended"]),
+    "zero++diff": ((2, 2), 2, PRESETS["zero++diff"]),
+    "secondary": ((2, 2), 3, Wire(gradients=("exact", "int8"), secondary="optimizer")),
+}
 WORLD = 4
 
 
@@ -41,8 +42,9 @@ def moves(before, after):
     return [not torch.equal(a, b) for a, b in zip(before, after, strict=True) if a.numel()]
 
 
+@again_but("int8", "secondary")
 @pytest.mark.filterwarnings("ignore:step . is skipped")
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_what_is_not_finite_is_stepped_by_no_optimizer_of_the_module(way):
     """The second of two optimizers, and a param group of its own, skip what the first skips."""
 
@@ -70,7 +72,8 @@ def test_what_is_not_finite_is_stepped_by_no_optimizer_of_the_module(way):
     run_ranks(WORLD, body)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@again_but("int8", "secondary")
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_a_loss_scale_skips_what_overflows_on_one_rank_and_nothing_else(way):
     """In the first of two micro-batches; gradients are zeroed in place, so nothing else tells."""
 

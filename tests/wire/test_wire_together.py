@@ -20,6 +20,7 @@ from onefold import Offload, Wire
 from onefold.wire_config import PRESETS
 from tests.support.models import VOCAB, WIDTH, Block, next_token_loss, token_batches
 from tests.support.ranks import run_ranks, seeded
+from tests.support.rows import again_but
 
 WAYS = {
     "one axis": (None, 3, Wire(weights="int8", gradients="int4+h")),
@@ -106,6 +107,7 @@ BESIDE = {
 }
 
 
+@again_but("one axis-disk", "zero++-cpu", "replicas-cpu")
 @pytest.mark.parametrize(
     ("way", "beside"),
     [
@@ -121,6 +123,7 @@ def test_where_state_rests_and_what_is_recomputed_changes_no_bit(way, beside, tm
     same_bits(run_ranks(WORLD, lambda rank: train(rank, way, **options)), wanted_of(way))
 
 
+@again_but("stage 2")
 @pytest.mark.parametrize("way", ["zero++", "differences", "stage 2"])
 def test_looking_saving_and_evaluating_between_steps_changes_no_bit(way, tmp_path):
     """Weights are gathered anew after a load or a save, one difference more: so these first."""
