@@ -6,15 +6,16 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 import onefold
+from tests.support.sources import FILES, nodes_of, text_of
+from tests.support.sources import PACKAGE as SOURCE
 
-SOURCE = Path(onefold.__file__).parent
-FILES = sorted(SOURCE.rglob("*.py"))
 MAX_FILE_LINES = 420
 MAX_FUNCTION_LINES = 60
 ENGINE_ROOMS = ("engine", "unit", "wire", "tier", "layout", "native")
@@ -23,15 +24,6 @@ COLLECTIVES = {
     "all_to_all_single", "barrier", "broadcast", "gather", "reduce", "reduce_scatter",
     "reduce_scatter_single", "scatter", "send", "recv", "isend", "irecv",
 }  # fmt: skip
-
-
-@cache
-def trees() -> dict[Path, ast.Module]:
-    return {path: ast.parse(path.read_text()) for path in FILES}
-
-
-def words_of(path: Path) -> list[str]:
-    return re.findall(r"\w+", path.read_text())
 
 
 def at(path: Path, node: ast.AST | None = None) -> str:
@@ -49,12 +41,12 @@ def test_files_and_functions_stay_short():
     files = [
         f"{at(path)} has {lines} lines"
         for path in FILES
-        if (lines := len(path.read_text().splitlines())) > MAX_FILE_LINES
+        if (lines := len(text_of(path).splitlines())) > MAX_FILE_LINES
     ]
     functions = [
         f"{at(path, node)} {node.name} has {length(node)} lines"
-        for path, tree in trees().items()
-        for node in ast.walk(tree)
+        for path in FILES
+        for node in nodes_of(path)
         if isinstance(node, ast.FunctionDef) and length(node) > MAX_FUNCTION_LINES
     ]
     assert len(FILES) > 100
@@ -64,8 +56,8 @@ def test_files_and_functions_stay_short():
 def test_every_module_says_what_it_is_for():
     silent = [
         at(path)
-        for path, tree in trees().items()
-        if path.name != "__main__.py" and not ast.get_docstring(tree)
+        for path in FILES
+        if path.name != "__main__.py" and not ast.get_docstring(nodes_of(path)[0])
     ]
     assert silent == []
 
@@ -89,12 +81,7 @@ def names_a_device(node: ast.AST) -> bool:
 
 def test_streams_and_devices_are_named_in_one_file():
     """What a simulated accelerator has to replace, and where every wait of a stream begins."""
-    naming = {
-        at(path)
-        for path, tree in trees().items()
-        for node in ast.walk(tree)
-        if names_a_device(node)
-    }
+    naming = {at(path) for path in FILES for node in nodes_of(path) if names_a_device(node)}
     assert naming == {"tier/accelerator.py"}
 
 
@@ -108,7 +95,7 @@ CLOCKS = {
 
 
 def test_rates_of_a_machine_are_measured_in_one_file():
-    found = {at(path) for path in FILES if {"perf_counter", "timeit"} & set(words_of(path))}
+    found = {at(path) for path in FILES if re.search(r"\b(perf_counter|timeit)\b", text_of(path))}
     assert found == CLOCKS.keys()
 
 
@@ -135,8 +122,8 @@ def test_the_house_rules_hold():
     """No hasattr, no global, no star import, no environment variable in the engine's rooms."""
     broken = [
         at(path, node)
-        for path, tree in trees().items()
-        for node in ast.walk(tree)
+        for path in FILES
+        for node in nodes_of(path)
         if breaks_a_rule(node, room_of(path))
     ]
     assert broken == []
@@ -154,9 +141,9 @@ def is_collective(node: ast.AST) -> bool:
 def test_only_one_file_of_the_library_calls_collectives():
     calls = [
         at(path, node)
-        for path, tree in trees().items()
+        for path in FILES
         if path.name != "collectives.py" and room_of(path) not in ("app", "ranks")
-        for node in ast.walk(tree)
+        for node in nodes_of(path)
         if is_collective(node)
     ]
     assert calls == []
@@ -179,8 +166,8 @@ def test_the_public_names_exist_and_are_all_there_is():
 
 
 def test_type_checkers_and_users_find_the_same_public_names():
-    tree = ast.parse((SOURCE / "__init__.py").read_text())
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    nodes = nodes_of(SOURCE / "__init__.py")
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
     typed = {n.asname: node.module for node in imports for n in node.names if n.asname}
     assert typed == onefold._MODULES
 
@@ -230,10 +217,10 @@ OTHERS_OBJECTS = {
 """Objects of others that expect to be assigned to. Ours have verbs instead."""
 
 
-def own_attributes(tree: ast.AST) -> set[str]:
+def own_attributes(nodes: Sequence[ast.AST]) -> set[str]:
     """Names of the attributes that classes of a file give their own objects."""
     names = set[str]()
-    for found in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+    for found in (node for node in nodes if isinstance(node, ast.ClassDef)):
         names |= {
             node.attr
             for node in ast.walk(found)
@@ -255,15 +242,15 @@ def makes_an_object(value: ast.expr) -> bool:
     return word[:1].isupper() or kind[:1].isupper() or word in ("copy", "deepcopy")
 
 
-def assigned_from_outside(text: str) -> list[str]:
+def assigned_from_outside(nodes: Sequence[ast.AST]) -> list[str]:
     """Targets `obj.public`, where obj is neither self nor cls nor made in the same function.
 
     Attributes of classes of the same file do not count, nor `ctx` of autograd functions.
     """
-    tree, others = ast.parse(text), set[str]().union(*OTHERS_OBJECTS.values())
-    allowed = OTHERS_ATTRIBUTES | own_attributes(tree)
+    others = set[str]().union(*OTHERS_OBJECTS.values())
+    allowed = OTHERS_ATTRIBUTES | own_attributes(nodes)
     found: dict[tuple[int, int], str] = {}
-    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+    for function in (node for node in nodes if isinstance(node, ast.FunctionDef)):
         assigns = [node for node in ast.walk(function) if isinstance(node, ast.Assign)]
         known = {"self", "cls", "ctx"} | {
             target.id
@@ -281,18 +268,20 @@ def assigned_from_outside(text: str) -> list[str]:
 
 
 def test_nobody_assigns_to_a_public_attribute_of_an_object_of_another_file():
-    found = {at(path): assigned_from_outside(path.read_text()) for path in FILES}
-    print(sum(map(len, found.values())), "assignments to fields of other objects")
+    found = {at(path): assigned_from_outside(nodes_of(path)) for path in FILES}
     wrong = {path: targets for path, targets in found.items() if targets}
     assert not wrong, "hint: pass a value, return one, or give the object a verb"
 
 
 def test_the_law_of_assignments_finds_them():
+    def found(text):
+        return assigned_from_outside(list(ast.walk(ast.parse(text))))
+
     outside = "def drive(engine):\n    {}\n"
     for line in ("engine.resting = 1", "engine.schedule.kept |= 1", "engine.a, engine.b = 1, 2",
                  "for engine.a in x: pass", "with x as engine.a: pass"):  # fmt: skip
-        assert assigned_from_outside(outside.format(line)), line
+        assert found(outside.format(line)), line
     for line in ("x = Drive(); x.keeps = 1", "engine.grad = None", "engine._mine = 1"):
-        assert not assigned_from_outside(outside.format(line)), line
+        assert not found(outside.format(line)), line
     inside = "class Engine:\n    def __init__(self):\n        self.resting = 0\n"
-    assert not assigned_from_outside(inside + outside.format("engine.resting = 1"))
+    assert not found(inside + outside.format("engine.resting = 1"))

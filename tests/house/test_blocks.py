@@ -22,9 +22,8 @@ import torch
 
 import onefold
 from onefold.app.cli.main import _parser
+from tests.support.sources import PAGES, ROOT, text_of
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
 FENCE = re.compile(r"^( *)```(\w+)[^\n]*\n(.*?)^\1```", re.S | re.M)
 INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
@@ -33,7 +32,7 @@ UNKNOWN = object()
 
 
 def blocks(path: Path, *languages: str) -> Iterator[str]:
-    for indent, language, text in FENCE.findall(path.read_text(encoding="utf-8")):
+    for indent, language, text in FENCE.findall(text_of(path)):
         if language in languages:
             yield re.sub(f"^{indent}", "", text, flags=re.M)
 
@@ -184,9 +183,9 @@ def test_a_name_or_argument_that_does_not_exist_is_found():
 
 def sources() -> list[tuple[Path, str]]:
     found = [(path, "\n".join(blocks(path, "python"))) for path in PAGES]
-    found += [(path, path.read_text()) for path in EXAMPLES]
+    found += [(path, text_of(path)) for path in EXAMPLES]
     for path in sorted((ROOT / "examples").glob("*.ipynb")):
-        cells = json.loads(path.read_text())["cells"]
+        cells = json.loads(text_of(path))["cells"]
         code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
         found.append((path, "\n".join(code)))
     return found
@@ -200,7 +199,7 @@ def test_every_block_of_a_page_and_every_example_fits_the_api():
 def test_code_in_sentences_fits_the_api():
     wrong, seen = [], 0
     for path in PAGES:
-        for code in INLINE.findall(FENCE.sub("", path.read_text(encoding="utf-8"))):
+        for code in INLINE.findall(FENCE.sub("", text_of(path))):
             if re.match(r"onefold\.(?!\w+\.py)|(with|[*]+)?\s*(Offload|Wire|Precision)\(", code):
                 code = code.replace("…", "...").removeprefix("with ").removesuffix(":")
                 try:
@@ -241,7 +240,7 @@ def command_fault(line: str) -> str | None:
         except onefold.OnefoldError as error:
             return str(error)
     if words[:1] == ["make"]:
-        targets = re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(), re.M)
+        targets = re.findall(r"^(\w[\w-]*):", text_of(ROOT / "Makefile"), re.M)
         return (
             None if {word for word in words[1:] if "=" not in word} <= {*targets} else "no target"
         )
@@ -252,9 +251,7 @@ def command_fault(line: str) -> str | None:
 
 def extra_fault(line: str) -> str | None:
     """Why a `pip install` cannot work: no index has the package, or there is no such extra."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
+    extras = tomllib.loads(text_of(ROOT / "pyproject.toml"))["project"]["optional-dependencies"]
     if not re.match(r"pip install ", line):
         return None
     if re.search(r"[ \"']onefold\b", line):
@@ -293,7 +290,7 @@ def test_every_command_of_a_page_can_work(tmp_path, monkeypatch):
 
 def in_sentences() -> Iterator[tuple[Path, str]]:
     for path in [*(page for page in PAGES if page.parent.name != "adr"), *EXAMPLES]:
-        text = path.read_text(encoding="utf-8")
+        text = text_of(path)
         prose = FENCE.sub("", text) if path.suffix == ".md" else text
         for code in INLINE.findall(prose):
             if re.match(r"(onefold [a-z]+( |$)|make [a-z]|pip install )", code):

@@ -5,9 +5,7 @@ from __future__ import annotations
 import ast
 import io
 import re
-from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,8 +20,8 @@ from onefold.text import (
     parse_nbytes,
     show,
 )
+from tests.support.sources import FILES, PACKAGE, nodes_of
 
-SOURCE = Path(__file__).parents[2] / "src" / "onefold"
 UNIT = re.compile(r"^ ?([KMGT]i?B\b|ms\b|us\b|%)")
 ROWS = [("batch", "memory"), ("1", "12.3 MiB"), ("2,000", "1.00 GiB")]
 
@@ -48,10 +46,10 @@ def formats_itself(text: ast.JoinedStr) -> bool:
 
 def test_no_other_file_formats_bytes_rates_short_times_or_percentages():
     ours = [
-        f"{path.relative_to(SOURCE)}:{node.lineno}"
-        for path in SOURCE.rglob("*.py")
+        f"{path.relative_to(PACKAGE)}:{node.lineno}"
+        for path in FILES
         if path.name != "text.py"
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if isinstance(node, ast.JoinedStr) and formats_itself(node)
     ]
     assert ours == []
@@ -93,17 +91,21 @@ def test_pipes_get_plain_lines_and_a_text_that_no_terminal_changes(monkeypatch):
     assert pipe.getvalue() == "heading\nbatch    memory\n    1  12.3 MiB\n2,000  1.00 GiB\n"
 
 
-@pytest.mark.parametrize(("has", "width"), [(20, 50), (66, 66), (120, 120), (500, 200)])
-def test_a_terminal_gets_tables_and_lines_in_its_width(has, width, monkeypatch):
-    monkeypatch.setenv("COLUMNS", str(has))
-    terminal = Terminal()
+def test_a_terminal_gets_tables_and_lines_in_its_width(monkeypatch):
     rows = [("name", "text"), ("first", "[bold] " + "word " * 60), ("second", "w" * 300)]
-    show(["a heading of [red]words " * 20, *columns(rows, "<")], terminal)
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue()).splitlines()
-    assert max(len(line.rstrip()) for line in lines) in range(width - 12, width + 1)
-    assert any(set(line.strip()) == {"\N{BOX DRAWINGS LIGHT HORIZONTAL}"} for line in lines)
-    assert "[red]words" in lines[0]
-    assert "[bold]" in "".join(lines)
+    rule, wrong = "\N{BOX DRAWINGS LIGHT HORIZONTAL}", []
+    for has, width in ((20, 50), (66, 66), (120, 120), (500, 200)):
+        monkeypatch.setenv("COLUMNS", str(has))
+        terminal = Terminal()
+        show(["a heading of [red]words " * 20, *columns(rows, "<")], terminal)
+        lines = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue()).splitlines()
+        found = {
+            "width": max(len(line.rstrip()) for line in lines) in range(width - 12, width + 1),
+            "rule": {rule} in [{*line.strip()} for line in lines],
+            "words": "[red]words" in lines[0] and "[bold]" in "".join(lines),
+        }
+        wrong += [f"{has} columns: {what}" for what, holds in found.items() if not holds]
+    assert wrong == []
 
 
 def test_a_terminal_gets_a_command_in_one_line(monkeypatch):

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from onefold.app.cli.main import _parser
+from tests.support.sources import FILES, ROOT, nodes_of, text_of
 
-ROOT = Path(__file__).parents[2]
 TOOLS = ROOT / "docs" / "tools"
 sys.path.insert(0, str(TOOLS))
 WORDS = runpy.run_path(str(TOOLS / "words.py"))
@@ -58,7 +58,7 @@ def test_pages_use_the_words_of_the_field():
     wrong = [
         f"{page.relative_to(ROOT)}: {word}"
         for page in WORDS["pages"]()
-        for word in found_words(WORDS["prose"](page.read_text()))
+        for word in found_words(WORDS["prose"](text_of(page)))
     ]
     assert wrong == []
 
@@ -72,8 +72,7 @@ def test_the_help_of_every_command_uses_the_words_of_the_field():
 
 def texts(path: Path) -> list[str]:
     """Every text of a source file that is no docstring: messages, hints, labels."""
-    tree = ast.parse(path.read_text())
-    nodes = list(ast.walk(tree))
+    nodes = nodes_of(path)
     comments = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     constants = (node for node in nodes if isinstance(node, ast.Constant))
     return [n.value for n in constants if isinstance(n.value, str) and id(n) not in comments]
@@ -82,7 +81,7 @@ def texts(path: Path) -> list[str]:
 def test_messages_use_the_words_of_the_field():
     wrong = [
         f"{path.relative_to(ROOT)}: {word}"
-        for path in sorted((ROOT / "src" / "onefold").rglob("*.py"))
+        for path in FILES
         for text in texts(path)
         if " " in text
         for word in found_words(text)
