@@ -154,16 +154,9 @@ def logits(model: nn.Module) -> Tensor:
 
 
 @again_but(
-    "lora-after",
-    "dora-before",
-    "rslora-bias-after",
-    "conv1d-after",
-    "ia3-before",
-    "tokens-after",
-    "lora-tokens-after",
-    "adalora-before",
-    "vera-after",
-)
+    "lora-after", "dora-before", "rslora-bias-after", "conv1d-after", "ia3-before", "tokens-after",
+    "lora-tokens-after", "adalora-before", "vera-after",
+)  # fmt: skip
 @pytest.mark.parametrize("order", ["before", "after"])
 @pytest.mark.parametrize("tuner", TUNERS)
 def test_a_tuner_trains_and_saves_as_in_one_process(tuner, order, tmp_path):
@@ -280,14 +273,9 @@ def test_both_orders_have_the_same_bits_at_every_stage_and_tier(options, tmp_pat
 
 
 @again_but(
-    "lora-after",
-    "dora-after",
-    "rslora-bias-before",
-    "conv1d-after",
-    "ia3-after",
-    "lora-tokens-before",
-    "vera-after",
-)
+    "lora-after", "dora-after", "rslora-bias-before", "conv1d-after", "ia3-after",
+    "lora-tokens-before", "vera-after",
+)  # fmt: skip
 @pytest.mark.parametrize("order", ["before", "after"])
 @pytest.mark.parametrize("tuner", [t for t in TUNERS if t not in ("tokens", "adalora")])
 def test_merged_adapters_are_those_of_one_process(tuner, order, tmp_path):

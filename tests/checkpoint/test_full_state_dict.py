@@ -55,11 +55,9 @@ PLACES = [{"stage": stage} for stage in (0, 1, 2, 3)] + [
 
 
 @again_but(
-    "{'stage': 2}-3",
-    "{'stage': 3}-1",
-    "{'stage': 2, 'offload': 'optimizer'}-2",
+    "{'stage': 2}-3", "{'stage': 3}-1", "{'stage': 2, 'offload': 'optimizer'}-2",
     "{'stage': 3, 'offload': 'cpu', 'precision': 'bf16'}-3",
-)
+)  # fmt: skip
 @worlds_in_turn
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("choices", PLACES, ids=str)

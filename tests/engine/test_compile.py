@@ -169,12 +169,9 @@ def same(ranks: int, build: Any, how: Any, backend: Any, **options: Any) -> None
 
 
 @again_but(
-    "wrapped_units-False-3",
-    "in_place-False-3",
-    "compile-False-3",
-    "units-False-2",
+    "wrapped_units-False-3", "in_place-False-3", "compile-False-3", "units-False-2",
     "compile-True-1",
-)
+)  # fmt: skip
 @worlds_in_turn
 @pytest.mark.parametrize(("how", "first", "stage"), WAYS)
 def test_compiled_losses_equal_uncompiled_ones(how, first, stage):

@@ -100,13 +100,10 @@ def bits(module):
 
 
 @again_but(
-    "{'stage': 0}-1",
-    "{'stage': 3}-1",
-    "{'stage': 3, 'offload': 'disk'}-1",
-    "{'stage': 3, 'precision': 'bf16'}-2",
-    "{'stage': 1, 'dtype': torch.bfloat16}-3",
+    "{'stage': 0}-1", "{'stage': 3}-1", "{'stage': 3, 'offload': 'disk'}-1",
+    "{'stage': 3, 'precision': 'bf16'}-2", "{'stage': 1, 'dtype': torch.bfloat16}-3",
     "{'stage': 3, 'dtype': torch.bfloat16, 'offload': 'optimizer'}-1",
-)
+)  # fmt: skip
 @each_choice(0)
 @every_rank()
 def test_it_averages_what_the_optimizer_steps_as_torch_does(rank, world_size, choices, tmp_path):
@@ -158,13 +155,10 @@ def test_it_is_the_average_of_a_plain_run(world_size, stage):
 
 
 @again_but(
-    "{'stage': 0}-3",
-    "{'stage': 3}-3",
-    "{'stage': 3, 'offload': 'disk'}-3",
-    "{'stage': 3, 'precision': 'bf16'}-1",
-    "{'stage': 1, 'dtype': torch.bfloat16}-2",
+    "{'stage': 0}-3", "{'stage': 3}-3", "{'stage': 3, 'offload': 'disk'}-3",
+    "{'stage': 3, 'precision': 'bf16'}-1", "{'stage': 1, 'dtype': torch.bfloat16}-2",
     "{'stage': 3, 'dtype': torch.bfloat16, 'offload': 'optimizer'}-3",
-)
+)  # fmt: skip
 @each_choice(2)
 @every_rank()
 def test_the_block_leaves_every_bit_and_the_run_as_it_was(rank, world_size, choices, tmp_path):

@@ -128,17 +128,9 @@ MODES: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @again_but(
-    "llama-greedy",
-    "llama-beams",
-    "llama-assistant",
-    "gpt2-sampled",
-    "gpt2-lookup",
-    "mixtral-padded batch",
-    "mixtral-chunks",
-    "gemma-greedy",
-    "gemma-beams",
-    "gemma-assistant",
-)
+    "llama-greedy", "llama-beams", "llama-assistant", "gpt2-sampled", "gpt2-lookup",
+    "mixtral-padded batch", "mixtral-chunks", "gemma-greedy", "gemma-beams", "gemma-assistant",
+)  # fmt: skip
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("build", [llama, gpt2, mixtral, gemma])
 def test_generate_gives_the_tokens_and_logits_of_dynamic_cache(

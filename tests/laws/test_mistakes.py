@@ -324,12 +324,9 @@ RIGHT = [
 
 
 @again_but(
-    "accumulate_as_meant-()",
-    "no_accumulate-(2,)",
-    "save_a_state_dict-(1,)",
-    "copy_the_module_alone-(3,)",
-    "compile_last-(1,)",
-)
+    "accumulate_as_meant-()", "no_accumulate-(2,)", "save_a_state_dict-(1,)",
+    "copy_the_module_alone-(3,)", "compile_last-(1,)",
+)  # fmt: skip
 @pytest.mark.parametrize(("body", "args"), RIGHT, ids=lambda v: getattr(v, "__name__", str(v)))
 def test_every_rank_has_the_right_result(body, args, tmp_path):
     assert on_both_ranks(body, tmp_path, *args) == ["right", "right"]

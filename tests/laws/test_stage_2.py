@@ -199,11 +199,9 @@ def accumulating(**changes: object) -> Job:
 
 
 @again_but(
-    "3-{'clip': 0.1}",
-    "1-{'options': {'precision': 'bf16'}}",
-    "2-{'options': {'offload': 'optimizer'}}",
-    "3-{'options': {'shares': [3, 1, 2]}}",
-)
+    "3-{'clip': 0.1}", "1-{'options': {'precision': 'bf16'}}",
+    "2-{'options': {'offload': 'optimizer'}}", "3-{'options': {'shares': [3, 1, 2]}}",
+)  # fmt: skip
 @pytest.mark.parametrize(
     ("world", "changes"),
     [

@@ -275,11 +275,9 @@ CHECKPOINTED = {
 
 
 @again_but(
-    "load first-fragments",
-    "islands first-mid-period",
-    "islands first-under way",
+    "load first-fragments", "islands first-mid-period", "islands first-under way",
     "islands first-fragments",
-)
+)  # fmt: skip
 @pytest.mark.parametrize("case", CHECKPOINTED)
 @pytest.mark.parametrize("order", ["load first", "islands first"])
 def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(case, order, tmp_path):

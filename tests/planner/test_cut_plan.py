@@ -56,13 +56,9 @@ def run(rank: int, size: tuple[int, int], stage: int, wire: Any, shape: Any) -> 
 
 
 @again_but(
-    "0-None-None-small",
-    "3-None-None-shared",
-    "3-wire3-None-shared",
-    "3-zero++-shape4-packed",
-    "3-wire5-shape5-small",
-    "3-wire5-shape5-apart",
-)
+    "0-None-None-small", "3-None-None-shared", "3-wire3-None-shared", "3-zero++-shape4-packed",
+    "3-wire5-shape5-small", "3-wire5-shape5-apart",
+)  # fmt: skip
 @worlds_in_turn
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize(

@@ -128,17 +128,11 @@ def resting(found: Forecast, kind: str) -> int:
 
 
 @again_but(
-    "1-recommended-shape4-None-1",
-    "2-zero++diff-shape6-bf16-2",
-    "3-two hops-shape7-bf16-2",
-    "3-hpZ-shape10-None-1",
-    "3-all quantized-shape11-bf16-2",
-    "3-quantized replicas-shape14-None-1",
-    "3-hybrid-shape15-bf16-2",
-    "3-replicas-shape18-None-1",
-    "3-zero++-shape21-bf16-2",
+    "1-recommended-shape4-None-1", "2-zero++diff-shape6-bf16-2", "3-two hops-shape7-bf16-2",
+    "3-hpZ-shape10-None-1", "3-all quantized-shape11-bf16-2", "3-quantized replicas-shape14-None-1",
+    "3-hybrid-shape15-bf16-2", "3-replicas-shape18-None-1", "3-zero++-shape21-bf16-2",
     "3-zero++diff-shape24-None-1",
-)
+)  # fmt: skip
 @worlds_in_turn
 @pytest.mark.parametrize(
     ("stage", "name", "shape", "precision", "accumulate"),

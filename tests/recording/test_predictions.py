@@ -102,12 +102,9 @@ def trained(
 
 
 @again_but(
-    "GPT2LMHeadModel-0-2",
-    "Gemma2ForCausalLM-1-3",
-    "OPTForCausalLM-2-3",
-    "T5ForConditionalGeneration-3-2",
-    "ViTForImageClassification-0-3",
-)
+    "GPT2LMHeadModel-0-2", "Gemma2ForCausalLM-1-3", "OPTForCausalLM-2-3",
+    "T5ForConditionalGeneration-3-2", "ViTForImageClassification-0-3",
+)  # fmt: skip
 @worlds_in_turn
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -126,12 +123,9 @@ def test_a_model_with_an_optimizer_that_came_after_shard_holds_what_was_predicte
 
 
 @again_but(
-    "GPT2LMHeadModel-0-2",
-    "Gemma2ForCausalLM-1-3",
-    "OPTForCausalLM-2-3",
-    "T5ForConditionalGeneration-3-2",
-    "ViTForImageClassification-0-3",
-)
+    "GPT2LMHeadModel-0-2", "Gemma2ForCausalLM-1-3", "OPTForCausalLM-2-3",
+    "T5ForConditionalGeneration-3-2", "ViTForImageClassification-0-3",
+)  # fmt: skip
 @worlds_in_turn
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -153,14 +147,11 @@ def test_adapters_that_were_merged_inside_unsharded_hold_what_was_predicted(
 
 
 @again_but(
-    "{'stage': 0}-grads kept-1",
-    "{'stage': 1}-grads cleared-1",
-    "{'stage': 2}-grads cleared-3",
-    "{'stage': 3}-grads kept-1",
-    "{'stage': 3}-grads cleared-2",
+    "{'stage': 0}-grads kept-1", "{'stage': 1}-grads cleared-1", "{'stage': 2}-grads cleared-3",
+    "{'stage': 3}-grads kept-1", "{'stage': 3}-grads cleared-2",
     "{'stage': 1, 'offload': 'optimizer'}-grads kept-3",
     "{'stage': 1, 'offload': 'optimizer'}-grads cleared-1",
-)
+)  # fmt: skip
 @worlds_in_turn
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("clears", [False, True], ids=["grads kept", "grads cleared"])
@@ -218,11 +209,9 @@ def test_a_report_says_why_a_run_holds_less_than_predicted():
 
 
 @again_but(
-    "GPT2LMHeadModel",
-    "Gemma2ForCausalLM",
-    "T5ForConditionalGeneration",
+    "GPT2LMHeadModel", "Gemma2ForCausalLM", "T5ForConditionalGeneration",
     "ViTForImageClassification",
-)
+)  # fmt: skip
 @pytest.mark.parametrize("name", MODELS)
 def test_one_rank_that_sums_two_backwards_holds_what_was_predicted(name):
     """Accelerate accumulates so on one rank, without a word to the module."""

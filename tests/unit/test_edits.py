@@ -177,12 +177,9 @@ SHOWN: dict[str, Callable[[Any], Any]] = {
 
 
 @again_but(
-    "1-3-detached data-False",
-    "2-0-parameter-True",
-    "2-1-data-False",
-    "3-3-detach-False",
+    "1-3-detached data-False", "2-0-parameter-True", "2-1-data-False", "3-3-detach-False",
     "1-0-detach-True",
-)
+)  # fmt: skip
 @worlds_in_turn
 @pytest.mark.parametrize("is_inference", [False, True])
 @pytest.mark.parametrize("shown", SHOWN)
@@ -292,12 +289,9 @@ SHARES = [(1, 3, None), (2, 1, None), (3, 2, None), (3, 3, None), (2, 3, (3, 1))
 
 
 @again_but(
-    "no_grad-3-1-shares5",
-    "inference-3-1-shares5",
-    "grad-3-2-None",
-    "grad-2-3-shares4",
+    "no_grad-3-1-shares5", "inference-3-1-shares5", "grad-3-2-None", "grad-2-3-shares4",
     "grad-3-1-shares5",
-)
+)  # fmt: skip
 @worlds_in_turn
 @pytest.mark.parametrize(("world_size", "stage", "shares"), SHARES)
 @pytest.mark.parametrize("kind", ["no_grad", "inference", "grad"])

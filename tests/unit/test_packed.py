@@ -461,12 +461,9 @@ def outputs_of(module: Any) -> tuple[Tensor, Tensor]:
 
 
 @again_but(
-    "GPT2LMHeadModel-int8",
-    "LlamaForCausalLM-int4",
-    "MixtralForCausalLM-int4",
-    "T5ForConditionalGeneration-int8",
-    "BertLMHeadModel-int4",
-)
+    "GPT2LMHeadModel-int8", "LlamaForCausalLM-int4", "MixtralForCausalLM-int4",
+    "T5ForConditionalGeneration-int8", "BertLMHeadModel-int4",
+)  # fmt: skip
 @pytest.mark.parametrize("rest", RESTS)
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_generate_the_tokens_of_one_process_on_any_number_of_ranks(name, rest):

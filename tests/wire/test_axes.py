@@ -126,12 +126,9 @@ def on_two_nodes(stage, secondary):
 
 
 @again_but(
-    "3-False-shape0",
-    "3-weights-shape1",
-    "3-gradients-shape1",
-    "2-None-shape0",
+    "3-False-shape0", "3-weights-shape1", "3-gradients-shape1", "2-None-shape0",
     "1-optimizer-shape1",
-)
+)  # fmt: skip
 @worlds_in_turn
 @pytest.mark.parametrize("shape", [(3, 2), (2, 3)])
 @pytest.mark.parametrize(("stage", "secondary"), PLACES)

@@ -52,11 +52,9 @@ def freezing_amid(rank, world, module, optimizer):
 
 
 @again_but(
-    "3-weights-freezing_amid",
-    "3-gradients-freezing_amid",
-    "2-None-keeping_gradients_then_clearing",
-    "2-optimizer-freezing_amid",
-)
+    "3-weights-freezing_amid", "3-gradients-freezing_amid",
+    "2-None-keeping_gradients_then_clearing", "2-optimizer-freezing_amid",
+)  # fmt: skip
 @worlds_in_turn
 @pytest.mark.parametrize("loop", [keeping_gradients_then_clearing, freezing_amid])
 @pytest.mark.parametrize(("stage", "secondary"), PLACES)

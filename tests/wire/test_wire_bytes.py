@@ -163,15 +163,10 @@ HELD = [
 
 
 @again_but(
-    "shape0-3-wire0-None-1",
-    "shape3-3-wire3-None-3",
-    "shape5-3-wire5-None-3",
-    "shape6-3-wire6-bf16-1",
-    "shape9-3-wire9-None-3",
-    "shape12-3-wire12-None-3",
-    "shape13-2-wire13-None-1",
-    "shape15-3-wire15-None-1",
-)
+    "shape0-3-wire0-None-1", "shape3-3-wire3-None-3", "shape5-3-wire5-None-3",
+    "shape6-3-wire6-bf16-1", "shape9-3-wire9-None-3", "shape12-3-wire12-None-3",
+    "shape13-2-wire13-None-1", "shape15-3-wire15-None-1",
+)  # fmt: skip
 @pytest.mark.parametrize(
     ("shape", "stage", "wire", "precision", "micros"),
     [(*each, micros) for index, each in enumerate(HELD)
