@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import cProfile
 import copy
 import itertools
+import pstats
 import threading
 import time
 from contextlib import nullcontext
@@ -1166,3 +1168,21 @@ def test_threads_probe_in_turn_and_find_the_answer_of_the_first(world_size):
     behaviour_of(Counted([nn.Parameter(torch.ones(2))]))
     assert Counted.built == probed + world_size + 1
     assert probed == 8  # runs of one probe, whatever the number of threads
+
+
+def test_a_profile_of_python_goes_on_after_the_probe_of_a_class():
+    def trained():
+        class Unseen(torch.optim.SGD):
+            """No probe has seen it."""
+
+        model = nn.Linear(4, 4)
+        onefold.shard(model, Unseen(model.parameters(), lr=0.1))
+        after_the_probe()
+
+    def after_the_probe():
+        pass
+
+    profile = cProfile.Profile()
+    profile.runcall(trained)
+    names = {name for _, _, name in pstats.Stats(profile).stats}
+    assert {"trained", "shard", "after_the_probe"} <= names

@@ -293,10 +293,11 @@ def test_shard_says_that_it_was_shard_and_what_it_held_by_then(monkeypatch):
 # one rank alone
 
 SCRIPT = """
-import os, sys
-import torch, onefold
+import gc, os, sys
+import torch, onefold, onefold.checkpoint.save
 from onefold.checkpoint.rank_files import RankFiles
 from onefold.engine.registry import engine_of
+gc.freeze()  # else each of twenty ranks goes over all objects of torch as it ends
 ranks = [(*case, rank) for case in CASES for rank in range(case[1])]
 for folder, world_size, where, port, rank in ranks:
     if os.fork() == 0:

@@ -234,8 +234,16 @@ def _probed(question: Question) -> tuple[Behaviour | None, frozenset[str]]:
         elif "does not have a grad_fn" in str(error):
             behaviour = Behaviour(differentiates=True)
     finally:
-        sys.setprofile(profiler)
+        _resume_profiler(profiler)
     return behaviour, frozenset(question.reads)
+
+
+def _resume_profiler(profiler: Any) -> None:
+    """Let a user's profiler go on. That of cProfile (3.11) is no function, so it begins again."""
+    is_function = profiler is None or callable(profiler)
+    sys.setprofile(profiler if is_function else None)
+    if not is_function:
+        profiler.enable()
 
 
 def _compare_apart(question: Question, together: Run) -> Behaviour:
