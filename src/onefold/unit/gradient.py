@@ -403,8 +403,7 @@ class UnitGradient:
                     parameter.unsharded.grad = None
                 self._count_reduced(cleared)
                 self.reduction.drop([parameter.index for parameter in cleared])
-            shows = self._means.held is not None or (self.shown and not self._has_rows)
-            if shows and self.phase is not Phase.DISCARDING:
+            if self.phase is not Phase.DISCARDING and (self.shown or self._means.held is not None):
                 self._drop_cleared_means()  # results of a failed backward still arrive there
 
     def _drop_cleared_means(self) -> None:
