@@ -23,7 +23,8 @@ With `offload`: one rank in bf16, optimizer states in CPU memory, this library (
 streaming through the device, and choosing) beside DeepSpeed's ZeRO-Offload, FSDP2's
 CPUOffloadPolicy and torchao's CPUOffloadOptimizer (those that are installed), 1.3 to 7 billion
 parameters, the largest that each trains; tokens/s, bytes of the device and of the host.
-In `DATE-gpu-offload.json`.
+In `DATE-gpu-offload.json`. A case of ours is planned too: `plan_ms` and `plan_gb` are next to what
+was measured, in both files and in the campaign's tables. A CPU has no `plan_ms`.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ from contest.results import RESULTS, provenance, rounded, write_block
 from contest.show import show_case
 from contest.summary import Round, base_of, curve, distance
 from contest.world import RunError, one_round, run
+from gpu_plans import planned_rows
 from rich.console import Console
 from rich.table import Table
 
@@ -85,6 +87,7 @@ class Outcome:
     failed: dict[str, str] = field(default_factory=dict)
     reference: str = ""
     apart: dict[str, float] = field(default_factory=dict)
+    plans: dict[str, dict[str, float]] = field(default_factory=dict)  # by engine, where it has one
 
     @property
     def is_right(self) -> bool:
@@ -179,6 +182,9 @@ def show(console: Console, outcome: Outcome) -> None:
         console.print(throughput(outcome))
     if not outcome.rounds:
         return
+    for name, found in outcome.plans.items():
+        words = ", ".join(f"{key} {value:.4g}" for key, value in found.items())
+        console.print(f"{name}: {words}")
     for name, apart in outcome.apart.items():
         console.print(f"{name}: losses within {apart:.1e} of {outcome.reference}")
     allowed = TOLERANCE[outcome.case.dtype]
@@ -189,7 +195,8 @@ def as_dict(outcome: Outcome) -> dict[str, Any]:
     """For JSON."""
     return {
         "case": outcome.case.as_dict(), "reference": outcome.reference, "apart": outcome.apart,
-        "is_right": outcome.is_right, "failed": outcome.failed, "rounds": outcome.rounds,
+        "is_right": outcome.is_right, "failed": outcome.failed, "plans": outcome.plans,
+        "rounds": outcome.rounds,
     }  # fmt: skip
 
 
@@ -254,6 +261,7 @@ def _rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
                 "step_ms": 1e3 * median(rank["wall_seconds"] for rank in ranks),
                 "device_gb": max(rank["peak_nbytes"] for rank in ranks) / 1e9,
                 "host_gb": max(rank["host_peak_nbytes"] for rank in ranks) / 1e9,
+                **case.get("plans", {}).get(name, {}),
             }
             rows.append(row)
         for name, said in case["failed"].items():
@@ -334,6 +342,9 @@ def main() -> int:
     for case, engines in cases(options.what, options.device, sizes):
         present = [name for name in engines if everyone()[name].is_installed]
         outcome = compete(case, present, ROUNDS[options.what], deadline, console)
+        outcome.plans = planned_rows(
+            case, outcome.rounds[0] if outcome.rounds else (), about["gpu"]
+        )
         compare(outcome, deadline, console)
         outcomes.append(outcome)
         show(console, outcome)

@@ -12,6 +12,7 @@ from onefold.planner.message_counts import PlannedUnit
 from onefold.planner.work import Event, EventKind
 from onefold.recipe import Recipe
 from onefold.tier.step_device import NUM_STREAMS
+from onefold.tier.store import whole_pages
 from onefold.tier.workers import NUM_DISK_STEPPERS, NUM_FETCHERS
 from onefold.wire.exchange import SpareBuffers
 
@@ -19,6 +20,8 @@ Holding = dict[tuple[str, str], int]
 """Bytes by (kind, tier); kinds are those of `onefold.layout.ledger.Kind`, and `logits`."""
 
 ACTIVATION, LOGITS = "activation", "logits"
+THREADS = NUM_DISK_STEPPERS + 1
+"""Threads that step blocks of states on disk: workers, and one that waits for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,13 +165,27 @@ class ByteExecutor(ActionExecutor):
             add("staging", self._streamed())
 
     def _staging(self) -> int:
-        """Slots of blocks, one a thread and one for the waiter; they also receive fetched rows."""
-        threads, block = NUM_DISK_STEPPERS + 1, blocks.BLOCK_NUMEL
-        widest = max((unit.weight + unit.states) / max(1, unit.rest_numel) for unit in self._units)
-        longest = max(unit.rest_numel for unit in self._units)
-        slot = int(min(block, longest) * widest)
+        """Slots of blocks, one a thread and one for the waiter; they also receive fetched rows.
+
+        All may be as long as the longest: a short block takes a long slot where no other is free.
+        """
+        slots = [nbytes for unit in self._units for nbytes in self._slots(unit)]
         rows = sorted(unit.weight for unit in self._units)[-NUM_FETCHERS:]
-        return threads * slot + sum(max(0, nbytes - slot) for nbytes in rows)
+        longest = max(slots, default=0)
+        number = min(THREADS, len(slots))
+        return number * longest + sum(max(0, nbytes - longest) for nbytes in rows)
+
+    def _slots(self, unit: PlannedUnit) -> list[int]:
+        """Return the bytes of the slots in which blocks of a unit on disk are stepped."""
+        numel, moments = unit.rest_numel, self._recipe.num_moments
+        tensors = [unit.weight, unit.master, *[unit.moments // max(1, moments)] * moments]
+        whole, rest = divmod(numel, blocks.BLOCK_NUMEL)
+        numels = [blocks.BLOCK_NUMEL] * min(whole, THREADS) + [rest] * bool(rest)
+        return [
+            sum(whole_pages(n * nbytes // numel) for nbytes in tensors)
+            for n in numels
+            if unit.states
+        ]
 
     def _streamed(self) -> int:
         """Slots on the device, through which states in CPU memory pass."""
@@ -196,9 +213,10 @@ class ByteExecutor(ActionExecutor):
     def has_landed(self, unit: int) -> bool:
         """Return True after a recompute: the reduction before it is over by then.
 
-        A link is not slower than half of a backward. A GPU's host is ahead of both.
+        A link is not slower than half of a backward. A GPU's host is ahead of both. One rank sends
+        no message.
         """
-        return self._hides_reduction
+        return self._hides_reduction or self._recipe.world_size == 1
 
     def follow(self, event: Event, actions: Iterable[Action]) -> None:
         """Execute the actions that answer the event."""

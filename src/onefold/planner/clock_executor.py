@@ -127,6 +127,11 @@ AXES = "exposed_axes"
 """The part of a step that waits for messages of model axes."""
 STEP_SHARE = 0.85
 """The share of the memory bandwidth that the optimizer's kernel over long tensors reaches."""
+HOST = "exposed_launches"
+"""The part of a step that waits for the host's Python and launches."""
+UNIT_CALLS, NARROW_CALLS = 750, 140
+"""Onefold's own Python calls for a unit of a step, and more of them where weights are cast for
+compute; tests/planner/test_host_time.py counts them."""
 GRADIENTS = (0, 1)
 """Each unit has two: one comes as its backward begins to compute, the other as it ends."""
 
@@ -192,6 +197,22 @@ def tier_seconds(recipe: Recipe, run: Conditions, machine: Machine) -> dict[str,
     }
 
 
+def host_seconds(unit: UnitWork, run: Conditions, machine: Machine) -> tuple[float, float]:
+    """Return the host's seconds for a unit's forward, and for its backward and its step.
+
+    Casts of weights and of gradients are one operation a parameter; a step is one a unit. Python
+    calls of other libraries are not known.
+    """
+    casts = sum(member.compute_dtype != member.dtype for member in unit.members)
+    calls = 0 if run.uses_rings else UNIT_CALLS + NARROW_CALLS * (casts > 0)
+    again = run.recompute if unit.is_recomputed else 0.0
+    forward = unit.forward.num_kernels
+    backward = unit.backward.num_kernels + again * forward + 1
+    own = calls / 2 * machine.call_seconds
+    each = machine.operation_seconds
+    return own + (forward + casts / 2) * each, own + (backward + casts / 2) * each
+
+
 class ClockExecutor(ActionExecutor):
     """The clocks of one rank. With `uses_rings` a second hop follows the first one by itself.
 
@@ -209,6 +230,8 @@ class ClockExecutor(ActionExecutor):
         self.streams = Streams(machine.efficiency.contention)
         self._tiers = tier_seconds(recipe, run, machine)
         self._durations = [durations(unit, run, machine) for unit in work.units]
+        self._host = [host_seconds(unit, run, machine) for unit in work.units]
+        self._issued = 0.0  # when the host has launched all that it was to launch by now
         costs = cache(lambda numel, ranks: costs_of(numel, recipe.on(ranks), run, machine))
         self._costs = [costs(unit.numel, unit.data_ranks) for unit in work.units]
         self._stepped = [0.0] * len(work.units)  # when the background step of a unit is over
@@ -221,10 +244,11 @@ class ClockExecutor(ActionExecutor):
         self._added_nbytes = 0.0  # per element: gradients that are added to resting ones
 
     def begin(self, micro: int) -> None:
-        """Begin a micro-batch.
+        """Begin a micro-batch. The host has seen the end of the step before.
 
         All but the first gradients are added to resting ones: two reads, a write.
         """
+        self._issued = self._issued if micro else self.streams.now
         self._is_last = micro + 1 == self._run.accumulate
         self._added_nbytes = 3.0 * self._run.grad_itemsize * (micro > 0)
 
@@ -233,12 +257,19 @@ class ClockExecutor(ActionExecutor):
         if event.kind is EventKind.LEAVE:
             name, parts = self._units[event.unit].name, self._durations[event.unit][0]
             self.streams.compute(name, "forward", parts)
+            self._await_host(event.unit, 0)
         elif event.kind is EventKind.GRAD and event.call == GRADIENTS[-1]:
             unit, parts = self._units[event.unit], self._durations[event.unit][1]
             rate = self._machine.memory_rate * self._machine.efficiency.memory
             added = self._added_nbytes * unit.numel * (event.unit in self._sums)
             memory = parts["memory"] + added / rate
             self.streams.compute(unit.name, "backward", parts | {"memory": memory})
+            self._await_host(event.unit, 1)
+
+    def _await_host(self, index: int, which: int) -> None:
+        """The last kernel of a pass starts once the host has launched it."""
+        self._issued += self._host[index][which]
+        self.streams.wait(self._issued, HOST)
 
     def has_landed(self, unit: int) -> bool:
         """Return True if the first hop of the unit's reduction is over by now."""

@@ -53,6 +53,8 @@ class Machine:
     cpu_rate, disk_rate: a rank's share of what all cores read and write, and of the disks.
     host_memory_rate: peak of a node's memory, which all its ranks share.
     kernel_seconds: host time of one kernel launch, which hides behind the kernel before.
+    operation_seconds: host time of an operation of a model, with its modules and autograd.
+    call_seconds: host time of one of Onefold's own Python calls; 0: neither is known.
     spread: standard deviation of a rank's compute time relative to its mean, for stragglers.
     source: where peaks and memory are published.
     """
@@ -70,6 +72,8 @@ class Machine:
     host_memory_rate: float = 410e9
     disk_rate: float = 2e9
     kernel_seconds: float = 5e-6
+    operation_seconds: float = 0.0
+    call_seconds: float = 0.0
     spread: float = 0.0
     source: str = ""
 
@@ -123,6 +127,7 @@ _FIELDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("memory_rate", "memory_nbytes", "inside_rate", "outside_rate"), _RATE),
     **dict.fromkeys(("host_rate", "cpu_rate", "host_memory_rate", "disk_rate"), _RATE),
     **dict.fromkeys(("inside_latency", "outside_latency", "kernel_seconds", "spread"), _SECONDS),
+    **dict.fromkeys(("operation_seconds", "call_seconds"), _SECONDS),
     "ranks_per_node": ("a whole number above 0", lambda value: type(value) is int and value > 0),
     "fit": (f"one of {', '.join(map(repr, FITS))}", lambda value: value in [*FITS]),
 }

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 PARTS = (
     "compute", "memory", "contention", "exposed_gather", "exposed_reduce", "exposed_host",
-    "exposed_disk", "optimizer", "exposed_axes",
+    "exposed_disk", "optimizer", "exposed_axes", "exposed_launches",
 )  # fmt: skip
 """The parts of the compute stream's time."""
 
@@ -40,8 +40,9 @@ class StepTime:
 
     `compute` is matrix products, `memory` everything else that the device computes, `contention`
     the time that both lose while collectives run. `exposed_*` is waiting: for gathers, reductions,
-    the host link and CPU, the disk, messages of model axes. `optimizer` is the step on the device,
-    `stragglers` the wait for the slowest rank, `bubble` the wait for other ranks of a pipeline.
+    the host link and CPU, the disk, messages of model axes, and kernels that the host has not
+    launched yet. `optimizer` is the step on the device, `stragglers` the wait for the slowest rank,
+    `bubble` the wait for other ranks of a pipeline.
     `tokens_per_s` counts all ranks.
     """
 
@@ -58,17 +59,19 @@ class StepTime:
     tokens_per_s: float
     spans: tuple[PlannedSpan, ...]
     exposed_axes: float = 0.0
+    exposed_launches: float = 0.0
     bubble: float = 0.0
 
     @property
     def bound(self) -> str:
-        """The largest part: "compute", "memory", "link", "host link", "disk" or "bubble"."""
+        """The largest part: "compute", "memory", "link", "host link", "disk", "host", "bubble"."""
         parts = {
             "compute": self.compute,
             "memory": self.memory + self.optimizer,
             "link": self.exposed_gather + self.exposed_reduce + self.contention + self.exposed_axes,
             "host link": self.exposed_host,
             "disk": self.exposed_disk,
+            "host": self.exposed_launches,
             "bubble": self.bubble,
         }
         return max(parts, key=lambda name: parts[name])

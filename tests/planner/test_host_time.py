@@ -1,0 +1,97 @@
+"""The host's time in a plan: counted calls, measured rates, and the page that shows both."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+import gpu_plans
+import pytest
+import torch
+
+import onefold
+from onefold.planner.clock_executor import HOST, NARROW_CALLS, UNIT_CALLS
+from onefold.planner.machines import machine_of
+from onefold.planner.models.gpt import GPT, GPTConfig
+from onefold.planner.work import ModelWork, UnitWork, Work
+from tests.support.recipes import timed, way
+
+OURS = str(Path(onefold.__file__).parent)
+PAGE = Path(__file__).parents[2] / "docs" / "measurements" / "gpu.md"
+
+
+def calls_of_a_step(num_layers: int, stage: int, precision: str | None) -> int:
+    """Onefold's own Python calls in one steady step of one rank."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(num_layers=num_layers, width=32, num_heads=2, lr=1e-3), 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    onefold.shard(model, optimizer, stage=stage, precision=precision)
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+
+    def step() -> None:
+        model(tokens).float().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    count, before = 0, sys.getprofile()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        nonlocal count
+        name = frame.f_code.co_filename
+        count += event == "call" and name.startswith(OURS) and "planner" not in name
+
+    step()
+    step()
+    sys.setprofile(note)
+    try:
+        step()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_a_plan_counts_the_calls_that_a_unit_costs(stage, precision):
+    two, four = (calls_of_a_step(layers, stage, precision) for layers in (2, 4))
+    planned = UNIT_CALLS + NARROW_CALLS * (precision is not None)
+    assert (four - two) / 2 == pytest.approx(planned, rel=0.15)
+
+
+def test_a_step_takes_as_long_as_the_host_where_the_device_is_faster():
+    unit = UnitWork("small", 0, Work(1.0, num_kernels=10), Work(2.0, num_kernels=20))
+    work, run = ModelWork((unit,) * 4, 1), way(3, 1, uses_rings=False)
+    h200 = replace(machine_of("h200"), operation_seconds=1e-3, call_seconds=1e-5)
+    step = timed(work, run, h200)
+    assert step.seconds == pytest.approx(4 * (31e-3 + UNIT_CALLS * 1e-5), rel=0.01)
+    assert step.bound == "host"
+    assert getattr(step, HOST) > 0.9 * step.seconds
+    others = timed(work, way(3, 1), h200)
+    assert others.seconds == pytest.approx(4 * 31e-3, rel=0.01), "their calls are not known"
+    slow = replace(h200, flops=dict.fromkeys(h200.flops, 1.0))
+    assert timed(work, run, slow).exposed_launches == pytest.approx(0, abs=1e-2)
+
+
+def test_without_rates_the_host_takes_no_time():
+    unit = UnitWork("small", 0, Work(1e9, num_kernels=10), Work(2e9, num_kernels=20))
+    step = timed(ModelWork((unit,) * 4, 1), way(3, 1, uses_rings=False), machine_of("h100-80"))
+    assert step.exposed_launches == 0
+
+
+def test_the_page_shows_the_plans_of_the_campaign():
+    block = PAGE.read_text().partition("<!-- plans: begin -->\n")[2]
+    assert block.partition("\n<!-- plans: end -->")[0].splitlines() == gpu_plans.plan_lines()
+
+
+def test_rates_of_the_host_are_fitted_without_the_row_that_they_predict():
+    parts = gpu_plans.newest_campaign()
+    for row in gpu_plans.OURS:
+        whole, left = (gpu_plans.host_rates(parts, without) for without in ("", row.what))
+        assert whole[0] == left[0]
+        assert whole[1] != left[1]
+    h200 = machine_of("h200")
+    assert gpu_plans.host_rates(parts) == pytest.approx(
+        (h200.operation_seconds, h200.call_seconds), rel=0.02
+    )
