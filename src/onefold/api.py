@@ -23,6 +23,7 @@ from onefold.engine.run_facts import RunHistory
 from onefold.engine.walks import EventKind
 from onefold.fit.shares import AUTO, SharesChoice
 from onefold.inference.stream import examine_stream
+from onefold.keywords import SHARD, names_keywords
 from onefold.layered.accumulate import describe_accumulation, with_kept
 from onefold.layout.ledger import Kind
 from onefold.layout.module_tree import ModuleTree
@@ -57,6 +58,7 @@ class _LazyForecaster:
         return memory.smallest_change(recipe, shortage)
 
 
+@names_keywords(SHARD)
 def shard(  # noqa: PLR0913 - the contract
     module: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
@@ -121,15 +123,7 @@ def shard(  # noqa: PLR0913 - the contract
     Source: ZeRO, arXiv 1910.02054, sections 5 and 7.
     """
     choices = Choices(stage, units, precision, offload, wire, shares)
-    return _shard(module, optimizer, mesh, choices, timeout)
-
-
-def _shard(
-    module: nn.Module, optimizer: object, mesh: meshes.MeshChoice, choices: Choices,
-    timeout: float | timedelta | None = None,
-) -> nn.Module:  # fmt: skip
     ranks = meshes.find_and_meet(mesh, timeout)
-
     with announcing(ranks.everyone):
         tree = ModuleTree.from_root(module)
         examine_mine = partial(examine, tree, optimizer, choices, ranks.everyone)
@@ -145,6 +139,7 @@ def _shard(
     return module
 
 
+@names_keywords({})
 def stream(
     module: nn.Module,
     *,

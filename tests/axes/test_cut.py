@@ -14,10 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import onefold
-from onefold import ConfigError, api
+from onefold import ConfigError
 from onefold.app.train.memory_table import measure
 from onefold.checkpoint.offline import export
-from onefold.compose.parts import Choices
 from onefold.engine.registry import engine_of
 from onefold.layout.cut import cut_of
 from tests.support.planned import is_equal
@@ -104,7 +103,7 @@ def sharded(shares: tuple[int, ...] | None = None, **choices: Any) -> tuple[nn.M
     module = seeded(Model)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     mesh = choices.pop("mesh", None)
-    api._shard(module, optimizer, mesh, Choices(shares=shares, **choices))
+    onefold.shard(module, optimizer, mesh=mesh, shares=shares, **choices)
     return module, optimizer
 
 
@@ -255,7 +254,7 @@ def test_a_module_on_meta_is_initialised_as_one_built_whole(shares):
     def body(rank):
         with torch.device("meta"):
             module = Counted()
-        api._shard(module, None, None, Choices(shares=shares))
+        onefold.shard(module, shares=shares)
         return {n: p.full_tensor() for n, p in module.named_parameters()}
 
     for got in run_ranks(WORLD, body):
@@ -356,7 +355,7 @@ def test_pretrained_files_go_round(tmp_path, world, shares):
         with torch.device("meta"):
             late = Model()
         onefold.load_pretrained(late, tmp_path / "hf")
-        api._shard(late, None, None, Choices(shares=shares))
+        onefold.shard(late, shares=shares)
         return [{n: p.full_tensor() for n, p in m.named_parameters()} for m in (other, late)]
 
     for found in run_ranks(world, body):

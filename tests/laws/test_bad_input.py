@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import inspect
+import re
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
@@ -16,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import onefold
+from onefold import keywords
 from onefold.config import precision_of
 from tests.support.ranks import every_rank, run_ranks, seeded
 from tests.support.rows import again_but, worlds_in_turn
@@ -39,7 +42,7 @@ def refused(kind: type[Exception], *words: str):
     """The block raises exactly this kind of error, whose message holds the words and a hint."""
     assert issubclass(kind, onefold.OnefoldError)
     with pytest.raises(onefold.OnefoldError) as caught:
-        yield
+        yield caught
     assert isinstance(caught.value, kind), repr(caught.value)
     message = str(caught.value)
     for word in (*words, "expected ", "got ", "\nhint: "):
@@ -110,8 +113,58 @@ def test_a_precision_of_something_that_is_no_float_dtype_is_refused(field):
 
 @every_rank(2)
 def test_an_unknown_keyword_is_refused_by_name(rank):
-    with pytest.raises((TypeError, onefold.ConfigError), match="stagee"):
+    with refused(onefold.ConfigError, "stagee=", "did you mean 'stage'?"):
         onefold.shard(Tower(), stagee=3)
+    with refused(onefold.ConfigError, "ofload=", "did you mean 'offload'?") as caught:
+        onefold.stream(Tower(), ofload="cpu")
+    assert isinstance(caught.value, TypeError)
+
+
+@pytest.mark.parametrize(
+    ("keyword", "value", "instead"),
+    [
+        ("level", 3, "stage=3"),
+        ("zero_stage", 2, "stage=2"),
+        ("sharding_strategy", "FULL_SHARD", "stage=3"),
+        ("reshard_after_forward", True, "stage=3"),
+        ("mixed_precision", "bf16", "precision="),
+        ("cpu_offload", True, 'offload="cpu"'),
+        ("process_group", None, "mesh="),
+        ("auto_wrap_policy", None, "units="),
+        ("gradient_accumulation_steps", 4, "onefold.accumulate"),
+        ("nothing_of_the_kind", 1, "leave nothing_of_the_kind= out"),
+    ],
+)
+def test_a_keyword_of_another_library_is_answered_with_the_one_that_stands_for_it(
+    keyword, value, instead
+):
+    module = Tower()
+    with refused(onefold.ConfigError, f"{keyword}=") as caught:
+        onefold.shard(module, **{keyword: value})
+    assert instead in str(caught.value).partition("hint:")[2]
+    onefold.shard(module)  # untouched by the refusal
+
+
+def test_hints_for_keywords_of_other_libraries_name_arguments_that_shard_has():
+    known = set(inspect.signature(onefold.shard).parameters)
+    for names, hint in keywords.SHARD.items():
+        named = set(re.findall(r"\b(\w+)=", hint)) - set(names.split())
+        assert named <= known, names
+        assert not set(names.split()) & known, names
+
+
+def test_a_signature_is_shown_and_its_own_errors_pass_as_they_are():
+    assert list(inspect.signature(onefold.shard).parameters)[:3] == ["module", "optimizer", "stage"]
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'module'"):
+        onefold.shard()
+
+    @keywords.names_keywords({})
+    def fails(values):
+        return sorted(values, no_such_keyword=1)
+
+    with pytest.raises(TypeError, match="no_such_keyword") as caught:
+        fails(values=[1])
+    assert not isinstance(caught.value, onefold.OnefoldError)
 
 
 @pytest.mark.parametrize("thing", [None, "model", [nn.Linear(2, 2)], torch.ones(2)])

@@ -84,7 +84,7 @@ def warn_of_others() -> None:
             warnings.warn(
                 f"this process trains alone, though {size}={count}: for ranks that train together "
                 f"set {', '.join(NAMES)} from {rank} and {size}",
-                stacklevel=8,  # of the line that calls `shard`
+                stacklevel=9,  # of the line that calls `shard`
             )
 
 
