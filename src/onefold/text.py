@@ -29,6 +29,7 @@ SIZE_UNITS = {"B": 1} | {
 }
 _SHORT = {prefix.lower(): 1024**power for power, prefix in enumerate("KMGTP", 1)}
 """A bare "G" is a GiB, as for SLURM, Docker and `dd`."""
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
 
 
@@ -167,6 +168,11 @@ def _drawn(rows: Sequence[Sequence[str]], sides: str, width: int) -> Any:
     for row in cells:
         drawn.add_row(*map(Text, row))
     return drawn
+
+
+def starred(name: str) -> str:
+    """Replace the numbers in a dotted name: "blocks.0.up" is "blocks.*.up"."""
+    return _NUMBER.sub("*", name)
 
 
 def counted(number: int, word: str) -> str:

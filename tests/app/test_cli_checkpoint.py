@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import onefold as sharding
 from onefold.app.cli.config_file import COPY
 from onefold.app.cli.main import main
 from tests.support import crash_loop
@@ -132,9 +135,10 @@ def test_inspect_shows_what_a_checkpoint_holds(saved, capsys):
     told = capsys.readouterr().out
     assert "step 8, saved at stage 3 by 2 ranks" in told
     assert "verified: no" in told
-    line = next(line for line in told.splitlines() if line.startswith("blocks.0.up.weight"))
-    assert line.split()[1:] == ["512x128", "float32", "786,436"]
+    lines = [line for line in told.splitlines() if "up.weight" in line]
+    assert [line.split() for line in lines] == [["blocks.*.up.weight", "4", "512x128", "3,145,744"]]
     assert "saved of each parameter: weight, exp_avg, exp_avg_sq, step\n" in told
+    assert "dtype of all weights: float32\n" in told
     assert "extra: step=8, windows={generator=uint8 [5056]}, scaler={}\n" in told
     assert main(["inspect", str(saved.folder), "--json", "--verify"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -142,6 +146,51 @@ def test_inspect_shows_what_a_checkpoint_holds(saved, capsys):
     assert {row["kind"] for row in told["tensors"]} == {"weight", "exp_avg", "exp_avg_sq", "step"}
     assert told["optimizers"] == ["torch.optim.adamw.AdamW"]
     assert told["extra"]["step"] == 8
+
+
+class Tied(nn.Module):
+    """Three equal blocks and a wider one, between a table and the head that is tied to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.layers = nn.ModuleList([*(nn.Linear(4, 4) for _ in range(3)), nn.Linear(4, 6)])
+        self.layers[3].bias.requires_grad_(False)
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_inspect_counts_tied_weights_once_and_equal_blocks_in_one_line(tmp_path, capsys):
+    wrapper = "a_wrapper_whose_name_takes_half_of_a_line"
+    module = nn.ModuleDict({wrapper: Tied()})
+    numel = sum(p.numel() for p in module.parameters())
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], momentum=0.9)
+    sharding.shard(module, optimizer)
+    sum(p.full_tensor().sum() for p in optimizer.param_groups[0]["params"]).backward()
+    optimizer.step()
+    sharding.save(tmp_path / "runs", module, optimizer)
+    assert main(["inspect", str(tmp_path / "runs")]) == 0
+    told = capsys.readouterr().out
+    rows = {line.split()[0]: line.split()[1:] for line in told.splitlines() if line}
+    assert f"names begin with {wrapper}.\n" in told
+    assert rows["embed.weight"] == ["1", "8x4", f"{32 * 8}"]
+    assert rows["head.weight"] == ["1", "8x4", "as", "above"]
+    assert f"head.weight: tied to {wrapper}.embed.weight, saved once" in " ".join(told.split())
+    assert rows["layers.*.weight"] == ["3", "4x4", f"{3 * 16 * 8}"]
+    assert rows["layers.3.weight"] == ["1", "6x4", f"{24 * 8}"]
+    assert "saved of layers.3.bias: weight\n" in told
+    assert rows["all"] == ["weights", "alone", "9", f"{4 * numel:,d}"]
+    assert main(["inspect", str(tmp_path / "runs"), "--json"]) == 0
+    tied = [t for t in json.loads(capsys.readouterr().out)["tensors"] if t["tied_to"]]
+    assert [t["tied_to"] for t in tied] == [f"{wrapper}.embed.weight"]
+
+
+def test_inspect_reads_what_export_writes(saved, tmp_path, capsys):
+    assert main(["export", str(saved.folder), str(tmp_path / "out")]) == 0
+    assert main(["inspect", str(saved.folder)]) == main(["inspect", str(tmp_path / "out")]) == 0
+    sums = [s for s in capsys.readouterr().out.splitlines() if s.startswith("all weights alone")]
+    assert len(sums) == 2
+    assert sums[0].split() == sums[1].split()
 
 
 def test_inspect_names_the_file_that_is_damaged(saved, capfd):

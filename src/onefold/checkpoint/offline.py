@@ -1,7 +1,7 @@
 """Export and inspect checkpoints without a module or a process group, a few MB at a time."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
@@ -195,6 +195,7 @@ class InspectedRow:
     dtype: str
     nbytes: int
     pieces: int
+    tied_to: str = ""  # the name under which the same tensor is saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,18 +224,20 @@ def inspect(directory: Path, peers: Peers = (), *, verify: bool) -> Inspection:
             with BlockReader(source.path / name, record, [(0, record.nbytes)]) as reader:
                 reader.verify()
     named = [(source.paths[name], saved) for name, saved in source.tensors.items()]
-    tensors = [_row(keys, saved) for keys, saved in named if keys[0] != RANK]  # inside of objects
+    tied = source.aliases
+    tensors = [_row(keys, saved, tied) for keys, saved in named if keys[0] != RANK]  # of objects
     is_verified = verify and manifest is not None
     extra = source.saved_extra()
     files = {p.name: p.stat().st_size for p in sorted(files_of(source.path))}
     return Inspection(source.found, tensors, [*source.objects], extra, files, is_verified)
 
 
-def _row(keys: Keys, saved: SavedTensor) -> InspectedRow:
+def _row(keys: Keys, saved: SavedTensor, tied: Mapping[str, str]) -> InspectedRow:
     name, kind = _parameter_and_kind(keys)
+    tied_to = tied.get(name, "") if kind == "weight" else ""
     dtype = str(saved.dtype).removeprefix("torch.")
     nbytes = prod(saved.shape) * saved.dtype.itemsize
-    return InspectedRow(name, kind, saved.shape, dtype, nbytes, len(saved.pieces))
+    return InspectedRow(name, kind, saved.shape, dtype, nbytes, len(saved.pieces), tied_to)
 
 
 def _parameter_and_kind(keys: Keys) -> tuple[str, str]:

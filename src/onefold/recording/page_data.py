@@ -1,6 +1,5 @@
 """The data that the page of a report draws: chosen and bounded, so that the page stays small."""
 
-import re
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -23,6 +22,7 @@ from onefold.recording.step_record import (
     known_first,
     total_seconds,
 )
+from onefold.text import starred
 
 FIRST, OTHER = (900, 4000), (160, 400)
 """Moments of a memory chart (the highest of each column, and the last), and spans of a timeline
@@ -96,7 +96,7 @@ def grouped_modules(modules: Mapping[str, int]) -> list[list[Any]]:
     groups: dict[str, list[int]] = defaultdict(list)
     for name, nbytes in modules.items():
         if nbytes > 0:
-            groups[re.sub(r"(?<![^.])\d+(?![^.])", "*", name) or "the model itself"].append(nbytes)
+            groups[starred(name) or "the model itself"].append(nbytes)
     rows = [[name, len(sizes), sum(sizes)] for name, sizes in groups.items()]
     return sorted(rows, key=lambda row: -row[2])[:MAX_MODULES]
 

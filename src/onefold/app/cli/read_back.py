@@ -6,6 +6,7 @@ import argparse
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from os.path import commonpath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from onefold.text import (
     format_share,
     in_unit,
     parse_nbytes,
+    starred,
     wrapped,
 )
 
@@ -33,6 +35,9 @@ MAX_DEPTH = 2
 
 MAX_COLUMNS = 4
 """Ranks in the table of a report. Of more ranks it shows the first ones."""
+
+LONGEST_NAME = 44
+"""Letters of a name for which the table of `inspect` has room next to its other columns."""
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -113,7 +118,7 @@ def inspect_facts(contents: Inspection) -> dict[str, Any]:
     """Return all facts, for programs."""
     manifest = contents.found.manifest
     head = ("step", "stage", "world_size", "saved_at", "versions")
-    members = ("name", "kind", "shape", "dtype", "nbytes", "pieces")
+    members = ("name", "kind", "shape", "dtype", "nbytes", "pieces", "tied_to")
     return {
         "path": str(contents.found.path),
         **{name: getattr(manifest, name) if manifest else None for name in head},
@@ -177,25 +182,59 @@ def _as_json(value: Any) -> Any:
 
 
 def _table(contents: Inspection) -> list[str]:
+    """Return the weights as a table, a line for those of equal blocks, and sums below it."""
     by_name: dict[str, list[InspectedRow]] = {}
     for row in contents.rows:
         by_name.setdefault(row.name, []).append(row)
-    kinds = {name: _kinds(rows) for name, rows in by_name.items()}
-    usual = Counter(kinds.values()).most_common(1)
-    cells = [("name", "shape", "dtype", "bytes")]
+    alike: dict[tuple[Any, ...], list[str]] = {}
     for name, rows in by_name.items():
-        first = _first(rows)
-        shape = "x".join(map(str, first.shape)) or "scalar"
-        cells.append((name, shape, first.dtype, f"{sum(row.nbytes for row in rows):,d}"))
-    weights = sum(row.nbytes for row in contents.rows if row.kind == "weight")
-    cells.append(("all weights", "", "", f"{weights:,d}"))
-    nbytes = f"{sum(contents.files.values()):,d}"
-    cells.append((counted(len(contents.files), "file"), "", "", nbytes))
-    head = [f"saved of each parameter: {kinds}" for kinds, _ in usual]
-    others = [f"{name} has {kind}" for name, kind in kinds.items() if kind != usual[0][0]]
-    if others:
-        head.append(f"but{':' * (len(others) > 1)} {'; '.join(others)}")
-    return [*(part for line in head for part in wrapped(line)), "", *columns(cells, "<><>")]
+        first, nbytes = _first(rows), sum(row.nbytes for row in rows if not row.tied_to)
+        key = (starred(name), first.shape, first.dtype, nbytes, _kinds(rows), first.tied_to)
+        alike.setdefault(key, []).append(name)
+    shown = {key: names[0] if len(names) == 1 else key[0] for key, names in alike.items()}
+    prefix = _common_prefix(list(shown.values()))
+    heads = _saved_kinds({shown[key].removeprefix(prefix): key for key in alike}, alike)
+    heads += [f"names begin with {prefix}"] if prefix else []
+    cells = [("name", "count", "shape", "dtype", "bytes")]
+    for key, names in alike.items():
+        _, extents, dtype, nbytes, _, tied_to = key
+        shape = "x".join(map(str, extents)) or "scalar"
+        end = "as above" if tied_to else f"{nbytes * len(names):,d}"
+        cells.append((shown[key].removeprefix(prefix), f"{len(names)}", shape, dtype, end))
+    own = [row for row in contents.rows if row.kind == "weight" and not row.tied_to]
+    count, nbytes = f"{len(own):,d}", f"{sum(row.nbytes for row in own):,d}"
+    files = f"{sum(contents.files.values()):,d}"
+    sums = [("all weights alone", count, "", "", nbytes),
+            ("files", f"{len(contents.files):,d}", "", "", files)]  # fmt: skip
+    dtypes = {dtype for *_, dtype, _ in cells[1:]}
+    if len(dtypes) == 1:  # one line instead of a column
+        heads.append(f"dtype of all weights: {dtypes.pop()}")
+        cells, sums = ([(*row[:3], row[4]) for row in part] for part in (cells, sums))
+    table = columns([*cells, *sums], "<>><>" if len(cells[0]) == 5 else "<>>>")
+    return [*(part for line in heads for part in wrapped(line)), "", *table]
+
+
+def _saved_kinds(
+    shown: dict[str, tuple[Any, ...]], alike: dict[tuple[Any, ...], list[str]]
+) -> list[str]:
+    """Say which state is saved of most parameters, and of which there is another."""
+    counts = Counter[str]()
+    for key, names in alike.items():
+        counts[key[4]] += 0 if key[5] else len(names)
+    lines = [f"saved of each parameter: {kinds}" for kinds, _ in counts.most_common(1)]
+    for kinds, _ in counts.most_common()[1:]:
+        names = ", ".join(name for name, key in shown.items() if key[4] == kinds and not key[5])
+        lines.append(f"saved of {names}: {kinds}")
+    lines += [f"{name}: tied to {key[5]}, saved once" for name, key in shown.items() if key[5]]
+    return lines
+
+
+def _common_prefix(names: list[str]) -> str:
+    """Return the modules that all names begin with, if the longest name needs their room."""
+    if max(map(len, names), default=0) <= LONGEST_NAME:
+        return ""
+    prefix = commonpath([name.replace(".", "/") for name in names]).replace("/", ".")
+    return f"{prefix}." if prefix and prefix not in names else ""
 
 
 def _kinds(rows: list[InspectedRow]) -> str:
