@@ -57,6 +57,14 @@ def check_torch() -> None:
     warn_if_untested("torch")
 
 
+def install_command(*packages: str) -> str:
+    """Return the command that installs packages, in the lowest tested version or a newer one."""
+    return "pip install " + " ".join(
+        f"'{package}>={TESTED[package][0]}'" if package in TESTED else package
+        for package in packages
+    )
+
+
 def outside(package: str, installed: str) -> str:
     """Return the warning for version `installed` of a package, or "" if that version is tested."""
     floor, above = TESTED[package]

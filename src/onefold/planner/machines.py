@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from onefold.errors import ConfigError
+from onefold.pages import page
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,9 @@ _SHORT = {"a100": "a100-80", "h100": "h100-80"}
 """The usual variant of a machine that has several."""
 
 _NAME = re.compile("[a-z][a-z0-9._-]*")
-_HINT = "docs/guides/choose-a-stage.md#other-gpus lists the fields"
+_PAGE = "docs/guides/choose-a-stage.md#other-gpus"
+"""It lists the fields."""
+
 _MOST = 1e30
 """More than any rate, size or time: a number above it is a slip."""
 
@@ -111,6 +114,10 @@ _NEEDED = ("flops.bf16", "flops.fp32", "memory_rate", "memory_nbytes", "inside_r
            "outside_rate", "fit")  # fmt: skip
 _DEFAULTS: Mapping[str, Any] = {"inside_latency": 4e-6, "outside_latency": 20e-6}
 """Seconds of a hop over NVLink and over the network, derived in docs/measurements/time.md."""
+
+
+def _hint() -> str:
+    return f"{page(_PAGE)} lists the fields"
 
 
 def _is_number(value: Any) -> bool:
@@ -172,13 +179,13 @@ def _rows(path: Path, known: Mapping[str, _Row]) -> Mapping[str, _Row]:
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"a TOML file at {str(path)!r}", error, hint=_HINT) from error
+        raise ConfigError(f"a TOML file at {str(path)!r}", error, hint=_hint()) from error
     rows = dict(known)
     for name, table in tables.items():
         key, where = name.lower(), f"{path}, [{name}]"
         if not isinstance(table, dict):
             wanted = "a table of fields for each machine, such as [my-gpu]"
-            raise ConfigError(wanted, f"{name} = {table!r}", where=str(path), hint=_HINT)
+            raise ConfigError(wanted, f"{name} = {table!r}", where=str(path), hint=_hint())
         if not _NAME.fullmatch(key):
             hint = "a name begins with a letter, and has letters, digits and . _ - alone"
             raise ConfigError("the name of a machine", repr(name), where=str(path), hint=hint)
@@ -197,11 +204,11 @@ def _whole(table: Mapping[str, Any], rows: Mapping[str, _Row], where: str) -> _R
         row |= {f"{key}.{part}": each for part, each in inner} or {key: value}
     for key, value in row.items():
         if key not in _FIELDS:
-            hint = _nearest(key, _FIELDS, _HINT)
+            hint = _nearest(key, _FIELDS, _hint())
             raise ConfigError("fields of a machine", repr(key), where=where, hint=hint)
         wanted, holds = _FIELDS[key]
         if not holds(value):
-            hint = _nearest(str(value), FITS if key == "fit" else (), _HINT)
+            hint = _nearest(str(value), FITS if key == "fit" else (), _hint())
             raise ConfigError(f"{key} to be {wanted}", repr(value), where=where, hint=hint)
     if "like" in row:
         row = {**rows[_found(row.pop("like"), rows, f"{where} like")], "source": "", **row}

@@ -18,6 +18,7 @@ import torch
 
 from onefold.errors import TierError
 from onefold.layout.ledger import Ledger
+from onefold.pages import page
 from onefold.wire.roll_call import last_error
 
 PAGE = "docs/guides/out-of-memory.md"
@@ -50,7 +51,7 @@ def explain(error: BaseException, ledger: Ledger | None, action: str = "") -> No
     if "on top of what is held: " not in str(error):  # as `explaining` says it
         lines.append(held)
     hint = "" if isinstance(error, TierError) else f"hint: {_advice(ledger, str(error))}; "
-    error.add_note("\n".join([*lines, f"{hint}see {PAGE}"]))
+    error.add_note("\n".join([*lines, f"{hint}see {page(PAGE)}"]))
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import warnings
 from datetime import timedelta
 
 from onefold.errors import ConfigError, expected
+from onefold.pages import page
 
 NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -96,7 +97,7 @@ def not_met(got: str, timeout: timedelta, variable: str) -> str:
         f"within {timeout.total_seconds():g} s",
         f"{got} ({variable} is {interface})",
         hint=f"start every host; {variable} names the interface that leads to the others "
-        f"(docs/guides/clusters.md); {ALONE}",
+        f"({page('docs/guides/clusters.md')}); {ALONE}",
     )
 
 

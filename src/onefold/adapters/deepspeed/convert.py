@@ -13,8 +13,10 @@ import torch
 from onefold.adapters.deepspeed.keys import KEYS, Fate
 from onefold.config import Offload, Precision, nearest_word
 from onefold.errors import ConfigError
+from onefold.pages import page
 from onefold.wire_config import Wire
 
+_PAGE = "docs/coming-from/deepspeed.md"
 _ZERO = "zero_optimization"
 _DTYPES = {
     "bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "torch.bfloat16": torch.bfloat16,
@@ -170,7 +172,7 @@ def _flat(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         elif not any(known.startswith(f"{name}.") for known in KEYS):
             last = {known.removeprefix(prefix).split(".")[0] for known in KEYS
                     if known.startswith(prefix)}  # fmt: skip
-            hint = nearest_word(key, last) or "see docs/coming-from/deepspeed.md"
+            hint = nearest_word(key, last) or f"see {page(_PAGE)}"
             raise ConfigError("a key of DeepSpeed 0.19", repr(name), hint=hint)
         elif value is None or value == "auto":
             continue

@@ -31,6 +31,7 @@ from onefold.config import Precision, PrecisionChoice, StageChoice
 from onefold.engine.joining import bind
 from onefold.engine.registry import engine_of, is_sharded
 from onefold.errors import ConfigError
+from onefold.pages import page
 from onefold.tier import accelerator
 from onefold.wire import launcher
 from onefold.wire.ranks import MeshChoice
@@ -342,5 +343,6 @@ def _refuse_copies(trainer: Trainer) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
             wanted = "callbacks that keep no copy of the module"
-            hint = "onefold.ema(module, decay=...) averages sharded weights: see docs/guides/ema.md"
+            hint = "onefold.ema(module, decay=...) averages sharded weights: see "
+            hint += page("docs/guides/ema.md")
             raise ConfigError(wanted, f"a {type(callback).__name__}", hint=hint)

@@ -29,7 +29,8 @@ DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Finetu
 DESCRIPTION = """\
 Fine-tune a language model on rows of JSON, sharded over all GPUs of this machine, or over CPU
 ranks. The plan chooses stage, offload and recompute before any weight is read, and each rank
-reads its own rows of the files. Needs pip install 'onefold[finetune]'.
+reads its own rows of the files. Needs transformers, accelerate, trl, peft and
+datasets.
 
   onefold finetune --model DIR --data chats.jsonl --out tuned --steps 10
   onefold finetune --model DIR --data chats.jsonl --out tuned --lora 16 --merge

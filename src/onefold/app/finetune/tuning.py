@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from onefold.app.finetune.choices import FinetuneJob
 from onefold.app.finetune.row_file import Row, RowFile, open_rows
 from onefold.errors import ConfigError
+from onefold.versions import install_command
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,7 +35,7 @@ def preflight(job: FinetuneJob) -> RowFile:
     """Refuse a job that cannot work, without building a model; return the rows of its file."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
-        hint = "pip install 'onefold[finetune]'"
+        hint = install_command(*missing)
         raise ConfigError(f"{missing[0]} to be installed", "no such package", hint=hint)
     for flag, is_set in (("--merge", job.merge), ("--rest", job.rest is not None)):
         if is_set and not job.lora:

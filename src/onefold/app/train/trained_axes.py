@@ -21,6 +21,7 @@ from onefold.app.train.job import Job
 from onefold.errors import ConfigError
 from onefold.mixed.sampler import check_shares, split_rows
 from onefold.mixed.speeds import RowSpeeds, even, measure
+from onefold.pages import page
 from onefold.planner.models.gpt import GPT, PRESETS, GPTStage
 from onefold.planner.models.loader import logits_of
 from onefold.wire.world import World
@@ -47,7 +48,7 @@ def preflight(job: Job, world_size: int) -> None:
     sizes = PRESETS.get(job.model)
     if sizes is None:
         wanted = f"--model {', '.join(PRESETS)} with --tp, --pp and --cp"
-        hint = "examples/three_axes.py does the same in a script of yours"
+        hint = f"{page('examples/three_axes.py')} does the same in a script of yours"
         raise ConfigError(wanted, job.model, hint=hint)
     if sizes.num_heads % job.tp:
         wanted = f"--tp to divide the {sizes.num_heads} heads of {job.model}"

@@ -26,6 +26,7 @@ from onefold.planner.models.gpt import GPT, PRESETS, VOCAB
 from onefold.planner.trace import without_values
 from onefold.tier import accelerator
 from onefold.tier.host import no_garbage
+from onefold.versions import install_command
 
 DtypeWord = Literal["fp32", "bf16", "fp16"]
 """The words of `--dtype` and `onefold.plan(dtype=)`."""
@@ -243,7 +244,7 @@ def check_config(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{str(path)!r} to have a model_type", "a file without it", hint=hint)
     if find_spec("transformers") is None:
         wanted = "the transformers package, to build a model from its config"
-        hint = "pip install '.[hf]' in a checkout of Onefold; byte models need no package"
+        hint = f"{install_command('transformers', 'accelerate')}; byte models need no package"
         raise ConfigError(wanted, "an environment without it", hint=hint)
     return config
 
