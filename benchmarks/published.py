@@ -1,4 +1,4 @@
-"""Compare simulated step times with published runs; write docs/measurements/time.md's tables.
+"""Compare simulated step times with published runs; write the tables of docs/measurements/.
 
 Rows with model axes go to benchmarks/results/2026-11-23-published-axes.json, too.
 
@@ -14,20 +14,34 @@ import sys
 from pathlib import Path
 
 from published_runs.fits import CLASSES, search
-from published_runs.tables import blocks, composed_results
+from published_runs.tables import ROWS, blocks, composed_results
 
-PAGE = Path(__file__).parent.parent / "docs" / "measurements" / "time.md"
+FOLDER = Path(__file__).parent.parent / "docs" / "measurements"
+PAGE = FOLDER / "time.md"
+PARTS = {
+    "time": ("drawing",),
+    "time-formulas": ("memory",),
+    "machines": ("machines", "links"),
+    "published-runs": ("constants", "summary"),
+    "published-axes": ("axes", "axes rows"),
+    "scaling": ("scaling", "stragglers", "failures"),
+    **{f"rows-{name}": (f"rows {name}",) for name in ROWS},
+}
+"""The generated parts of each page."""
+
 RESULT = Path(__file__).parent / "results" / "2026-11-23-published-axes.json"
 
 
-def filled(text: str) -> str:
-    """The page with every generated part made anew."""
-    for name, lines in blocks().items():
+def filled(page: str, made: dict[str, list[str]]) -> str:
+    """A page with its generated parts made anew."""
+    text = (FOLDER / f"{page}.md").read_text()
+    for name in PARTS[page]:
+        lines = made[name]
         begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
         before, _, rest = text.partition(begin)
         _, found, after = rest.partition(end)
         if not found:
-            raise SystemExit(f"expected {begin} and {end} in {PAGE}, got none")
+            raise SystemExit(f"expected {begin} and {end} in {page}.md, got none")
         text = "\n".join((before + begin, *lines, end + after))
     return text
 
@@ -38,11 +52,14 @@ def main(arguments: list[str]) -> int:
         for fit in CLASSES:
             print(f"{fit.name}: {search(fit)}")
         return 0
-    text = PAGE.read_text()
-    wanted, rows = filled(text), json.dumps(composed_results(), indent=1) + "\n"
+    made = blocks()
+    wanted = {FOLDER / f"{page}.md": filled(page, made) for page in PARTS}
+    rows = json.dumps(composed_results(), indent=1) + "\n"
     if "--check" in arguments:
-        return int(text != wanted or RESULT.read_text() != rows)
-    PAGE.write_text(wanted)
+        is_old = any(path.read_text() != text for path, text in wanted.items())
+        return int(is_old or RESULT.read_text() != rows)
+    for path, text in wanted.items():
+        path.write_text(text)
     RESULT.write_text(rows)
     return 0
 

@@ -1,4 +1,4 @@
-"""The generated parts of docs/measurements/time.md, as lines of Markdown."""
+"""The generated parts of the pages on step times (docs/measurements/), as lines of Markdown."""
 
 from __future__ import annotations
 
@@ -286,12 +286,18 @@ def failures() -> list[str]:
     )  # fmt: skip
 
 
-def every_row(told: Sequence[Told]) -> list[str]:
-    """All rows of all classes; the fitted ones are marked."""
+ROWS = ("h100", "a100-80", "a100-40")
+"""Beginnings of machines' names: each has a page of rows."""
+
+
+def every_row(told: Sequence[Told], machine: str) -> list[str]:
+    """All rows on a machine, of all classes; the fitted ones are marked."""
     lines = []
     for each in told:
         judged = zip(each.rows, each.predicted, each.errors, each.bounds, strict=True)
         for row, predicted, error, bound in judged if each.counts else ():
+            if not row.machine.replace("h200", "h100").startswith(machine):
+                continue
             digits = 0 if row.unit == "tokens/s" else 1
             lines.append(
                 (row.source, f"{row.machine}, {row.dtype}", row.model, str(row.seq),
@@ -370,7 +376,7 @@ def blocks() -> dict[str, list[str]]:
         "scaling": scaling(),
         "stragglers": stragglers(),
         "failures": failures(),
-        "rows": every_row(told),
+        **{f"rows {name}": every_row(told, name) for name in ROWS},
         "axes": composed(),
         "axes rows": every_composed_row(),
     }

@@ -1,4 +1,4 @@
-"""docs/measurements/time.md: simulated figures, fitted constants, targets that hold."""
+"""Pages on step times: simulated figures, fitted constants, targets that hold."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Machines as data: peak speeds from data sheets, links from measurements, three fitted constants.
 
 machines.toml has the figures and their sources, and users' files have its form.
-docs/measurements/time.md says how far published runs are from them. No figure is measured here:
+docs/measurements/published-runs.md says how far runs are from them. No figure is measured here:
 `onefold.fit.rates` measures the machine that it runs on.
 """
 
@@ -95,7 +95,7 @@ FITS: Mapping[str, Efficiency] = MappingProxyType(
         "ZeRO-3 2021, A100": Efficiency(0.59, 0.33, 0.15, 0.50, link=0.11),
     }
 )
-"""Fits to published runs by benchmarks/published.py; docs/measurements/time.md shows them."""
+"""Fits by benchmarks/published.py to runs in docs/measurements/published-runs.md."""
 
 _SHORT = {"a100": "a100-80", "h100": "h100-80"}
 """The usual variant of a machine that has several."""
@@ -113,7 +113,7 @@ _DTYPES = ("fp8", "bf16", "fp16", "tf32", "fp32")
 _NEEDED = ("flops.bf16", "flops.fp32", "memory_rate", "memory_nbytes", "inside_rate",
            "outside_rate", "fit")  # fmt: skip
 _DEFAULTS: Mapping[str, Any] = {"inside_latency": 4e-6, "outside_latency": 20e-6}
-"""Seconds of a hop over NVLink and over the network, derived in docs/measurements/time.md."""
+"""Seconds of a hop over NVLink and the network; see docs/measurements/machines.md."""
 
 
 def _hint() -> str:
