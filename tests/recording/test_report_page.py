@@ -17,6 +17,7 @@ import torch
 
 import onefold
 from onefold.app.cli.config_file import COPY
+from onefold.planner.models.gpt import GPT, PRESETS
 from onefold.recording.page import page, read_report, write_report
 from onefold.recording.page_data import FIRST, MAX_POINTS, averaged, contents, report_of, view_of
 from onefold.recording.run_report import RunReport, Training
@@ -170,11 +171,31 @@ def test_a_sentence_says_how_long_the_step_waits_and_for_whom():
         "40 % of the step waits: every rank for messages of the others."
     )
     assert waiting(0.3).diagnosis == ("30 % of the step waits: rank 0 for messages of the others.")
-    assert waiting(0.01, 0.02).diagnosis == "The step computes: only 2 % of it waits."
+    assert waiting(0.01, 0.02).diagnosis == "The step computes: at most 2 % of it waits."
     # made up: 4 ms of waits for collectives, 8 ms for steps in the background
     assert (
         made_up.report().diagnosis == "12 % of the step waits for optimizer steps on another tier."
     )
+
+
+def test_the_page_opens_on_the_rank_that_its_headline_is_about():
+    """A step that does not wait opens on rank 0."""
+    for shares, opens in (((0.34, 0.01), 0), ((0.1, 0.02, 0.5), 2), ((0.3, 0.4), 1),
+                          ((0.01, 0.02), 0)):  # fmt: skip
+        report = waiting(*shares)
+        assert contents(report)["opens"] == opens
+        said = format_share(report.views[opens].line.wait_share)
+        assert opens == 0 or report.diagnosis.startswith(said)
+
+
+def test_a_unit_of_several_parameters_is_not_called_like_one_of_them():
+    module = GPT(PRESETS["tiny"], 8)
+    onefold.shard(module)
+    names = {unit.name: unit.num_parameters for unit in onefold.report(module).units}
+    own = dict(module.named_parameters())
+    assert "tokens.weight and 1 more" in names
+    for name, number in names.items():
+        assert number == 1 or name not in own
 
 
 @needs_chromium

@@ -48,6 +48,7 @@ def contents(report: RunReport, against: RunReport | None = None) -> dict[str, A
     return {
         **data,
         "diagnosis": report.diagnosis,
+        "opens": report.opens,
         "units": data["units"][:MAX_UNITS],
         "num_units": len(report.units),
         "predicted": predicted_line(report),
@@ -61,13 +62,17 @@ def report_of(
     records: Sequence[StepRecord], *, about: Mapping[str, Fact], recorded: int | None = None,
     resident: Sequence[int] = (), others: Sequence[StepView] = (), **members: Any,
 ) -> RunReport:  # fmt: skip
-    """Report on one record a rank, of which the page opens the first, and on `others`.
+    """Report on one record a rank, of which the page opens one, and on `others`.
 
     `resident` is the peak of each rank's process in bytes, where it is known.
     """
     known = [*resident, *[0] * len(records)]
-    own = [view_of(record, recorded, most, resident_peak_nbytes=nbytes) for record, nbytes, most
-           in zip(records, known, [FIRST, *[OTHER] * len(records)], strict=False)]  # fmt: skip
+    shares = [RankLine.from_record(record).wait_share for record in records]
+    wide = (0, shares.index(max(shares)))  # see `RunReport.opens`
+    own = [
+        view_of(record, recorded, FIRST if number in wide else OTHER, known[number])
+        for number, record in enumerate(records)
+    ]
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     views, size = (*own, *others), records[0].world_size
     return RunReport(dict(about), views, size, written_at=now, **members)

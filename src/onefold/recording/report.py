@@ -200,13 +200,20 @@ def unit_lines(units: Iterable[Unit]) -> tuple[UnitLine, ...]:
     """Describe the units of a module in the order of their use."""
     return tuple(
         UnitLine(
-            unit.name,
+            _title_of(unit),
             len(unit.parameters),
             numel := sum(parameter.slot.numel for parameter in unit.parameters),
             numel * unit.dtype.itemsize,
         )
         for unit in units
     )
+
+
+def _title_of(unit: Unit) -> str:
+    """Return a unit's name; that of its first parameter does not stand for all of them."""
+    more = len(unit.parameters) - 1
+    is_first = more > 0 and any(unit.name == parameter.fqn for parameter in unit.parameters)
+    return f"{unit.name} and {more} more" if is_first else unit.name
 
 
 def snapshot(ledger: Ledger) -> dict[str, dict[str, Usage]]:

@@ -10,7 +10,7 @@
                             "at_peak": {kind: bytes},      on the device, at its peak
                             "resident_peak_nbytes"},       of the process since it began
                    and what the page draws: "sent", "memory", "lanes", "times", "idle", "modules"}]
-                                                   by step and rank; the page opens the first
+                                                   by step and rank, first those of one step
      "stage0":   {kind: bytes}                     the states that a rank would hold at stage 0
      "training": {"first_step", "losses": [nats], "seconds": [per step], "tokens_per_step",
                   "held_out", "peaks": [bytes per step]} or null
@@ -180,13 +180,26 @@ class RunReport:
         return f"{model}, {over}" if stage is None else f"{model}: stage {stage} over {over}"
 
     @property
+    def _waits_most(self) -> RankLine:
+        """The line of the rank that waits for the largest share of the step."""
+        return max(self.ranks, key=lambda line: line.wait_share)
+
+    @property
+    def opens(self) -> int:
+        """The number of the view that the page opens: of the rank that the diagnosis is about."""
+        most = self._waits_most
+        if most.wait_share < SMALL_WAIT:
+            return 0
+        return next(i for i, view in enumerate(self.views) if view.line is most)
+
+    @property
     def diagnosis(self) -> str:
         """Say in a sentence how long the step waits, and for whom."""
-        most = max(self.ranks, key=lambda line: line.wait_share)
+        most = self._waits_most
         least = min(self.ranks, key=lambda line: line.wait_share)
         share = format_share(most.wait_share)
         if most.wait_share < SMALL_WAIT:
-            return f"The step computes: only {share} of it waits."
+            return f"The step computes: at most {share} of it waits."
         behind = sum(row[3] for row in self.views[0].times if row[0] == "wait_step")
         if behind > most.wait_s / 2:
             return f"{share} of the step waits for optimizer steps on another tier."

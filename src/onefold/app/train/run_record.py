@@ -245,7 +245,8 @@ def write_report(
         return world.group.gather("")[0]
     own = onefold.report(recorder.module)
     sizes = {"parameters": result.num_parameters, "ranks": world.world_size}
-    about = {"model": job.model, **sizes, **_about(job), "stage": own.stage}
+    about = {"model": job.model, **sizes, **_about(job), "stage": own.stage,
+             "token": "byte"}  # fmt: skip
     if job.offload:
         about["planned"] = own.offload
     report = report_of(
