@@ -1,4 +1,5 @@
-"""Whatever a program combines, it is right or refused by name: 80 chosen seeds of the generator.
+"""Whatever a program combines, it is right or refused by name: 80 chosen seeds of the generator,
+and the chosen ones of programs on meshes of pipeline, data, sequence and tensor ranks.
 
 They cover twice the pairs of values of the first sixty. `benchmarks/programs.py` runs thousands. A
 seed that failed there becomes a law of its room.
@@ -19,8 +20,11 @@ from tests.support.forking import HANG_S
 from tests.support.older_torch import offloads_adagrad
 from tests.support.programs.catalogue import LATER_BLOCKS, POOL
 from tests.support.programs.chosen import CHOSEN
+from tests.support.programs.chosen_meshes import CHOSEN_MESHES
 from tests.support.programs.drawing import Drawn, DrawnLeg, draw, draw_trainer
 from tests.support.programs.judging import Judge, judge_seed
+from tests.support.programs.mesh_drawing import MeshDrawn, MeshJudge, draw_mesh
+from tests.support.programs.meshes import AXES, EACH_ONE, EACH_TWO
 from tests.support.programs.rounded import ROUNDED
 from tests.support.programs.shrinking import shrink
 from tests.support.programs.verdicts import Ended, Verdict, of_exception
@@ -49,6 +53,57 @@ def test_drawn_programs_are_right_or_refused_by_name(seeds):
     assert not defects, "\n".join(defects)
     assert kinds["refused"] <= MOST_REFUSED * len(seeds), kinds
     assert kinds["right"] > len(seeds) / 2, kinds
+
+
+MESH_PARTS = [CHOSEN_MESHES[first : first + 6] for first in range(0, len(CHOSEN_MESHES), 6)]
+"""Few programs a case: workers share them."""
+
+
+@pytest.mark.parametrize("seeds", MESH_PARTS, ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}")
+def test_one_process_says_the_same_as_every_mesh_or_it_is_refused_by_name(seeds):
+    """Losses, norms, gradients, weights and moments; other stages of ZeRO have the same bits, and
+    what a checkpoint brings to another mesh has those that were saved."""
+    judge, kinds, defects = MeshJudge(run_ranks), Counter[str](), list[str]()
+    for seed in seeds:
+        drawn = draw_mesh(seed)
+        verdict = judge.judge(drawn, compares=seed % 2 == 0)
+        kinds[verdict.kind] += 1
+        if verdict.kind not in ("right", "refused"):
+            defects.append(f"seed {seed}: {verdict.kind}: {verdict.text}\n{drawn.text}")
+    assert not defects, "\n".join(defects)
+    assert kinds["refused"] <= len(seeds) // 2, kinds
+
+
+def test_chosen_meshes_cut_by_every_axis_stage_and_schedule_and_move_between_meshes():
+    drawn = [draw_mesh(seed) for seed in CHOSEN_MESHES]
+    assert drawn == [draw_mesh(seed) for seed in CHOSEN_MESHES]
+    for program in drawn[::4]:
+        ast.parse(program.text)
+    legs = [dict(leg.options) for program in drawn for leg in program.legs]
+    for axis in AXES:
+        assert {leg[axis] for leg in legs} == {"1", "2", "3"}, axis
+    assert {leg["stage"] for leg in legs} == {"0", "1", "2", "3"}
+    assert {leg["schedule"] for leg in legs if "schedule" in leg} == {
+        repr(kind) for kind in (*EACH_ONE, *EACH_TWO)
+    }
+    meshes = [{tuple(dict(g.options)[a] for a in AXES) for g in p.legs} for p in drawn]
+    assert sum(len(several) > 1 for several in meshes) >= 8
+
+
+class Doubling(MeshJudge):
+    """A judge whose ranks compute other gradients, or another loss, than one process."""
+
+    def _run(self, drawn):
+        notes = super()._run(drawn)
+        return {name: value * (1 + 1e-3 * ("grad" in name)) for name, value in notes.items()}
+
+
+def test_a_gradient_of_a_mesh_that_is_a_little_off_is_seen():
+    options = {"pp": "1", "dp": "1", "cp": "2", "tp": "1", "stage": "3"}
+    leg = DrawnLeg(2, tuple(options.items()), ("take_step(p)",))
+    drawn = MeshDrawn(0, ("Looking(3)",), (leg,))
+    assert MeshJudge(run_ranks).judge(drawn) == Verdict("right")
+    assert Doubling(run_ranks).judge(drawn).kind == "wrong"
 
 
 def test_a_seed_is_the_same_program_every_time_and_seeds_cover_worlds_and_stages():

@@ -1,6 +1,7 @@
 """Choose seeds of drawn programs that together cover many pairs of values.
 
     python -m tests.support.programs.choosing > tests/support/programs/chosen.py
+    python -m tests.support.programs.choosing meshes > tests/support/programs/chosen_meshes.py
 
 A value is a class of a module or optimizer, an operation, or an option with its argument. Two of
 them are a pair where one leg of a program has both. Each turn takes the seed that adds most pairs,
@@ -11,15 +12,18 @@ library refuses it and `MOST_REFUSED` refused ones are chosen: such a program ru
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable
 from itertools import combinations
 
 from tests.support.programs.catalogue import POOL
 from tests.support.programs.drawing import Drawn, DrawnLeg, draw
 from tests.support.programs.judging import Judge
+from tests.support.programs.mesh_drawing import MeshDrawn, MeshJudge, draw_mesh
 from tests.support.ranks import run_ranks
 
 NUM_CHOSEN, MOST_REFUSED = 120, 12
+MESH_POOL, NUM_MESHES, MESHES_REFUSED = 1000, 36, 3
 
 Pair = tuple[str, str]
 
@@ -30,6 +34,9 @@ def combined_values(drawn: Drawn, leg: DrawnLeg) -> set[str]:
     optimizer = re.findall(r"\w+(?=\()|foreach|fused", drawn.optimizer)
     calls = {call.partition("(")[0] for call in leg.operations}
     options = {name if name == "shares" else f"{name}={argument}" for name, argument in leg.options}
+    if isinstance(drawn, MeshDrawn):  # few operations, whose arguments matter
+        calls |= {argument for call in leg.operations for argument in re.findall(r"\w+=\w+", call)}
+        calls |= {"tied"} if drawn.is_tied else set()
     return (
         {*modules, *optimizer, drawn.groups, drawn.dtype, f"{leg.world_size} ranks"}
         | calls | options
@@ -43,17 +50,28 @@ def pairs_of(drawn: Drawn) -> set[Pair]:
     }
 
 
-def covered_pairs(seeds: Iterable[int]) -> set[Pair]:
+def covered_pairs(seeds: Iterable[int], draws: Callable[[int], Drawn] = draw) -> set[Pair]:
     """Return the pairs that the first programs of seeds cover."""
-    return set().union(*(pairs_of(draw(seed)) for seed in seeds))
+    return set().union(*(pairs_of(draws(seed)) for seed in seeds))
 
 
-def choose_seeds(pool: Iterable[int], number: int, keeps: Callable[[int], bool]) -> list[int]:
-    """Choose seeds of a pool greedily, those alone that `keeps` accepts; in the order of choice."""
-    left = {seed: pairs_of(draw(seed)) for seed in pool}
+def choose_seeds(
+    pool: Iterable[int],
+    number: int,
+    keeps: Callable[[int], bool],
+    draws: Callable[[int], Drawn] = draw,
+    cost: Callable[[Drawn], float] = lambda _: 1.0,
+) -> list[int]:
+    """Choose seeds of a pool greedily, those alone that `keeps` accepts; in the order of choice.
+
+    Each turn takes the seed that adds most pairs for its cost.
+    """
+    drawn = {seed: draws(seed) for seed in pool}
+    left = {seed: pairs_of(each) for seed, each in drawn.items()}
+    costs = {seed: cost(each) for seed, each in drawn.items()}
     chosen: list[int] = []
     while left and len(chosen) < number:
-        best = max(left, key=lambda seed: (len(left[seed]), -seed))
+        best = max(left, key=lambda seed: (len(left[seed]) / costs[seed], -seed))
         new = left.pop(best)
         if keeps(best):
             chosen.append(best)
@@ -85,26 +103,58 @@ def cheap_first(seeds: Iterable[int]) -> list[int]:
     return ordered
 
 
-def runs_through(judge: Judge, refused: list[int]) -> Callable[[int], bool]:
+def mesh_cost(drawn: Drawn) -> float:
+    """As `run_cost`: a call on the ranks of a mesh is as much work as many calls of plain torch."""
+    ranks = sum((len(leg.operations) + 4) * leg.world_size for leg in drawn.legs)
+    cut = sum(leg.world_size for leg in drawn.legs if dict(leg.options)["tp"] != "1")
+    return (run_cost(drawn) / 3 + 4 * ranks + 10 * cut) ** 0.8
+
+
+def runs_through(
+    judge: Judge, refused: list[int], draws: Callable[[int], Drawn] = draw, most: int = MOST_REFUSED
+) -> Callable[[int], bool]:
     """Return a test of seeds: true for one that is right, and for the first refused ones."""
 
     def keeps(seed: int) -> bool:
-        kind = judge.judge(draw(seed), compares=seed % 2 == 0).kind
+        kind = judge.judge(draws(seed), compares=seed % 2 == 0).kind
         if kind != "refused":
             return kind != "redrawn"
         refused.append(seed)
-        return len(refused) <= MOST_REFUSED
+        return len(refused) <= most
 
     return keeps
 
 
+def print_rows(name: str, seeds: list[int]) -> str:
+    rows = [seeds[at : at + 12] for at in range(0, len(seeds), 12)]
+    lines = "".join(f"    {', '.join(map(str, row))},\n" for row in rows)
+    return f"{name} = (\n{lines})  # fmt: skip"
+
+
+def choose_meshes() -> None:
+    """Print the module of chosen seeds of programs on a mesh."""
+    refused: list[int] = []
+    keeps = runs_through(MeshJudge(run_ranks), refused, draw_mesh, MESHES_REFUSED)
+    seeds = choose_seeds(range(MESH_POOL), NUM_MESHES, keeps, draw_mesh, mesh_cost)
+    sets = (range(NUM_MESHES), seeds, range(MESH_POOL))
+    counts = [len(covered_pairs(several, draw_mesh)) for several in sets]
+    print(
+        '"""Seeds of drawn programs on a mesh that choosing.py took: most new pairs for their cost'
+        f" first.\n\nPairs of values: {counts[0]:,} by the seeds 0-{NUM_MESHES - 1}, "
+        f"{counts[1]:,} by these, {counts[2]:,} by the pool of {MESH_POOL:,}.\n"
+        'After a change of mesh_drawing.py, choose again.\n"""\n\n'
+        + print_rows("CHOSEN_MESHES", seeds)
+    )
+
+
 def main() -> None:
     """Print the module of chosen seeds."""
+    if sys.argv[1:] == ["meshes"]:
+        choose_meshes()
+        return
     refused: list[int] = []
     seeds = choose_seeds(range(POOL), NUM_CHOSEN, runs_through(Judge(run_ranks), refused))
     seeds = cheap_first(set(seeds) - set(refused)) + sorted(set(seeds) & set(refused))
-    rows = [seeds[at : at + 12] for at in range(0, len(seeds), 12)]
-    lines = "".join(f"    {', '.join(map(str, row))},\n" for row in rows)
     sets = (range(60), range(NUM_CHOSEN), seeds, range(POOL))
     counts = [len(covered_pairs(several)) for several in sets]
     print(
@@ -113,7 +163,7 @@ def main() -> None:
         f"Pairs of values: {counts[0]:,} by the seeds 0-59, {counts[1]:,} by 0-{NUM_CHOSEN - 1}, "
         f"{counts[2]:,} by these,\n{counts[3]:,} by the pool of {POOL:,}. "
         'After a change of the catalogue or of drawing.py, choose again.\n"""\n\n'
-        f"CHOSEN = (\n{lines})  # fmt: skip"
+        + print_rows("CHOSEN", seeds)
     )
 
 

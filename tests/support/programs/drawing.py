@@ -91,6 +91,11 @@ class Drawn:
     tie: tuple[int, int] | None = None
 
     @property
+    def sources(self) -> Sequence[ModuleType]:
+        """Files whose classes and functions the text names."""
+        return SOURCES
+
+    @property
     def is_lossy(self) -> bool:
         return self.is_narrow or any(leg.is_lossy for leg in self.legs)
 
@@ -129,7 +134,7 @@ class Drawn:
     def program(self) -> frame.Program:
         """The program to run."""
         names: dict[str, Any] = {}
-        for module in (frame, *SOURCES):
+        for module in (frame, *self.sources):
             names |= vars(module)
         exec(compile(self.text, f"<seed {self.seed}>", "exec"), names)
         return names["program"]

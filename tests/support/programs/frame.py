@@ -69,6 +69,10 @@ class Program:
     decay: float | None = None
     dtype: torch.dtype = torch.float32
 
+    def process(self, folder: str, kind: Any = None, **place: Any) -> Process:
+        """A process of the program, of this kind of `Process`."""
+        return (kind or Process)(self, folder, **place)
+
 
 @dataclass
 class Process:
@@ -145,8 +149,7 @@ class Process:
         if leg + 1 < len(self.program.legs):
             self.model.zero_grad()
         if not self.is_plain and leg + 1 < len(self.program.legs):
-            extra = {"schedules": [schedule.state_dict() for schedule in self.schedules]}
-            onefold.save(self.checkpoint(leg), self.model, self.optimizers, extra=extra)
+            self.save(self.checkpoint(leg))
 
     def checkpoint(self, leg: int) -> str:
         return f"{self.folder}/leg{leg}"
@@ -214,6 +217,10 @@ class Process:
         if dist.is_initialized():
             dist.barrier()
         onefold.load_pretrained(self.model, f"{self.folder}/values")
+
+    def save(self, folder: str) -> None:
+        extra = {"schedules": [schedule.state_dict() for schedule in self.schedules]}
+        onefold.save(folder, self.model, self.optimizers, extra=extra)
 
     def load(self, folder: str) -> Any:
         """Load a checkpoint, on all ranks: threads share the generator that each sets again."""
@@ -349,7 +356,7 @@ class Process:
 
 def run_plain(program: Program, folder: str, shift: float = 0.0) -> dict[str, Value]:
     """The program in one process, without Onefold: its notes."""
-    process = Process(program, folder, is_plain=True, shift=shift)
+    process = program.process(folder, is_plain=True, shift=shift)
     for leg in range(len(program.legs)):
         process.run_leg(leg)
     return process.seen
@@ -357,7 +364,7 @@ def run_plain(program: Program, folder: str, shift: float = 0.0) -> dict[str, Va
 
 def run_rank(rank: int, program: Program, folder: str, leg: int) -> dict[str, Value]:
     """One leg on one rank: its notes."""
-    process = Process(program, folder, rank=rank)
+    process = program.process(folder, rank=rank)
     process.run_leg(leg)
     return process.seen
 

@@ -74,7 +74,7 @@ class Judge:
                     lines = plain(drawn, 10 * NOISY_RUNS).differences(got)
                 if lines:
                     return Verdict("wrong", "\n".join(lines[:12]))
-                other = sibling(drawn) if compares else None
+                other = self._sibling(drawn) if compares else None
                 if other is not None:
                     lines = differences(self._run(other), got, {})
             except Exception as error:
@@ -83,6 +83,9 @@ class Judge:
             legs = "".join(leg.text for leg in other.legs) if other else ""
             return Verdict("wrong", "\n".join([f"other bits than\n{legs}", *lines[:12]]))
         return Verdict("right")
+
+    def _sibling(self, drawn: Drawn) -> Drawn | None:
+        return sibling(drawn)
 
     def _looked_into(self, drawn: Drawn, verdict: Verdict) -> Verdict:
         """A named error of the wire on every rank refuses ranks that took other branches.

@@ -267,10 +267,9 @@ def _run(drawn: Drawn, folder: str, roundings: list[Rounding], seed: int) -> dic
         return module
 
     dtype = torch.float32 if program.dtype == torch.bfloat16 else program.dtype
-    process = Noisy(
-        replace(program, build=build, dtype=dtype), folder, is_plain=True,
-        roundings=roundings, seed=seed, of_batch=program.dtype,
-    )  # fmt: skip
+    process = replace(program, build=build, dtype=dtype).process(
+        folder, Noisy, is_plain=True, roundings=roundings, seed=seed, of_batch=program.dtype
+    )
     with noise_in(process):
         for leg in range(len(drawn.legs)):
             process.run_leg(leg)
