@@ -3,6 +3,7 @@
     python benchmarks/programs.py --seeds 0:3000                 ranks are threads
     python benchmarks/programs.py --seeds 0:300 --processes      ranks are gloo processes
     python benchmarks/programs.py --seeds 0:100 --trainer        they train with a Trainer
+    python benchmarks/programs.py --seeds 0:1000 --mesh          on meshes of four axes
     python benchmarks/programs.py --seeds 17:18 --show           print the program as a script
 
 Seeds run in forked processes with a time limit, so a hang and an abort are verdicts. For each
@@ -36,6 +37,7 @@ from contest.results import append_run
 from tests.support.programs.drawing import Drawn, draw, draw_trainer
 from tests.support.programs.gloo import run_gloo_ranks
 from tests.support.programs.judging import Judge, judge_seed
+from tests.support.programs.mesh_drawing import MeshJudge, draw_mesh
 from tests.support.programs.shrinking import shrink
 from tests.support.programs.verdicts import Verdict
 from tests.support.ranks import run_ranks
@@ -138,6 +140,9 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--trainer", action="store_true", help="train with a Trainer of Hugging Face"
     )
+    parser.add_argument(
+        "--mesh", action="store_true", help="pipeline, data, sequence, tensor ranks"
+    )
     parser.add_argument("--record", default="", help="name of a file in results")
     return parser.parse_args()
 
@@ -146,11 +151,12 @@ def main() -> int:
     """Run seeds; exit 1 if a program was silently wrong, raw, hung or ended its process."""
     arguments = read_arguments()
     first, end = map(int, arguments.seeds.split(":"))
-    draws = draw_trainer if arguments.trainer else draw
+    draws = draw_mesh if arguments.mesh else draw_trainer if arguments.trainer else draw
     if arguments.show:
         print("\n\n".join(draws(seed).script() for seed in range(first, end)))
         return 0
-    judge = Judge(run_gloo_ranks if arguments.processes or arguments.trainer else run_ranks)
+    judges = MeshJudge if arguments.mesh else Judge
+    judge = judges(run_gloo_ranks if arguments.processes or arguments.trainer else run_ranks)
     kinds: Counter[str] = Counter()
     used: Counter[str] = Counter()
     refusals: Counter[str] = Counter()

@@ -45,7 +45,7 @@ def test_losses_are_those_of_one_rank(flags, alone, tmp_path):
 
 
 @pytest.mark.again(
-    "tests/axes/test_axes_moves.py::test_weights_masters_moments_and_steps_move_between_any_two"
+    "tests/axes/test_pipeline_checkpoint.py::test_checkpoints_move_between_pipelines_ranks_of_data_and_one_process"
 )
 @pytest.mark.process
 def test_a_run_goes_on_with_other_axes(tmp_path):

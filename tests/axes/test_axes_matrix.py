@@ -1,4 +1,7 @@
-"""Every stage on every mesh of pipeline, data, sequence and tensor axes equals one process."""
+"""Stages on meshes of eight processes, three axes of two each, equal one process.
+
+Smaller meshes are drawn, on ranks that are threads: tests/support/programs/meshes.py.
+"""
 
 from __future__ import annotations
 
@@ -21,33 +24,23 @@ WORLD, STAGES, STEPS = 8, range(4), 2
 MESHES = [
     axes
     for lengths in itertools.product((1, 2), repeat=4)
-    if 1 < (axes := Axes(*lengths)).world_size <= WORLD
+    if (axes := Axes(*lengths)).world_size == WORLD
 ]
 LIMITS = {torch.float32: 1e-6, torch.float64: 1e-12}
 Case = tuple[Axes, torch.dtype, int]
 
 
 def cases() -> list[Case]:
-    """In fp32 stage 3 and another one; in fp64 one, on half of the meshes.
-
-    Of copies of a small mesh each has a stage: ranks make groups together.
-    """
+    """In fp32 stage 3 and another one; in fp64 one, on half of the meshes."""
     return [
         (axes, dtype, stage)
         for number, axes in enumerate(MESHES)
-        for dtype in LIMITS
-        if dtype == torch.float32 or number % 2
-        for stage in rows(number, WORLD // axes.world_size, dtype)
+        for dtype, stages in (
+            (torch.float32, {number % 3, max(STAGES)}),
+            (torch.float64, {number} if number % 2 else set()),
+        )
+        for stage in sorted(stages)
     ]
-
-
-def rows(number: int, copies: int, dtype: torch.dtype) -> list[int]:
-    of_copies = [STAGES[copy::copies] for copy in range(copies)]
-    chosen = {stages[number % len(stages)] for stages in of_copies}
-    if dtype == torch.float32:
-        with_3 = set(of_copies[max(STAGES) % copies])
-        chosen = chosen - with_3 | {max(STAGES)} | ({number % 3} if copies == 1 else set())
-    return sorted(chosen)
 
 
 @dataclass(frozen=True)
@@ -106,15 +99,12 @@ def measure(
 
 
 def measure_all(rank: int, folder: str) -> None:
-    """Copies of a small mesh have a stage each."""
     warnings.simplefilter("error")
     places, found = Places(), list[Found]()
     wanted = {dtype: list(alone(dtype, STEPS)) for dtype in LIMITS}
     for axes, dtype, stage in cases():
-        place = places.of(axes)
-        if stage % (WORLD // axes.world_size) == place.copy:
-            found.append(measure(place, stage, dtype, wanted[dtype]))
-            gc.collect()  # lest each run leaves its threads
+        found.append(measure(places.of(axes), stage, dtype, wanted[dtype]))
+        gc.collect()  # lest each run leaves its threads
     torch.save(found, f"{folder}/{rank}")
 
 

@@ -11,13 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.tensor import DTensor, Replicate, distribute_module
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor
 
 import onefold
 from onefold.errors import CheckpointError, ConfigError, StateError, WireError
@@ -81,48 +75,10 @@ def norm_of_stages(mesh):
         onefold.save("never", *pipe.modules.values())
 
 
-@again_but("shape2")
-@pytest.mark.parametrize("shape", [(2, 1), (3, 1), (2, 2)])
+@again_but("shape1")
+@pytest.mark.parametrize("shape", [(3, 1), (2, 2)])
 def test_driven_stages_know_their_pipeline_and_undriven_ones_are_refused(shape):
     run_processes(math.prod(shape), _in_process, shape, norm_of_stages)
-
-
-def three_axes(mesh):
-    data = rows(mesh["dp"].size(), torch.float64)
-    for kind, stage in [("1F1B", 3), ("InterleavedZeroBubble", 3), ("1F1B", 1)]:
-        wanted = blocks(torch.float64)
-        optimizer = torch.optim.AdamW(wanted.parameters(), lr=1e-3)
-        model = blocks(torch.float64)
-        for block in model:
-            plan = {"norm": Replicated(), "up": ColwiseParallel(), "down": RowwiseParallel()}
-            parallelize_module(block, mesh["tp"], plan)
-        pipe = Pipe(kind, stage, mesh, model=model)
-        for _ in range(2):
-            plain_backward(wanted, *data)
-            pipe.step(*data)
-            assert_near(pipe.grads(), wanted, "grad", 1e-12)
-            norm = nn.utils.clip_grad_norm_(wanted.parameters(), 0.1)
-            found = onefold.clip_grad_norm_(pipe.modules.values(), 0.1)
-            torch.testing.assert_close(found.double(), norm.double(), rtol=1e-6, atol=0)
-            optimizer.step()
-            pipe.update()
-        assert_near(pipe.weights(), wanted, "data", 1e-9)
-
-
-class Replicated(ParallelStyle):
-    """Parameters of a norm are the same on all tensor ranks, and so are their gradients."""
-
-    def _apply(self, module, device_mesh):
-        def enter(_, inputs, mesh):
-            return tuple(DTensor.from_local(each, mesh, [Replicate()]) for each in inputs)
-
-        return distribute_module(
-            module, device_mesh, None, enter, lambda _, output, __: output.to_local()
-        )
-
-
-def test_tensor_parallel_stages_equal_one_process():
-    run_processes(8, _in_process, (2, 2, 2), three_axes)
 
 
 def parts_of(mesh, parts, loss, **options):

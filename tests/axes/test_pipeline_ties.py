@@ -84,8 +84,7 @@ def one_process(num):
 def trains_as_one(mesh):
     dp, size = mesh["dp"].get_local_rank(), mesh["dp"].size()
     for kind, stage in [
-        ("1F1B", 0), ("1F1B", 1), ("1F1B", 3), ("GPipe", 2), ("ZBVZeroBubble", 3),
-        ("Interleaved1F1B", 3),
+        ("1F1B", 0), ("GPipe", 2), ("ZBVZeroBubble", 3),
     ]:  # fmt: skip
         num = mesh["pp"].size() * (1 if kind in SINGLE else 2)
         wanted, optimizer = one_process(num)

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import onefold
 from onefold.errors import ConfigError, StateError, WireError
@@ -52,11 +51,8 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Tokens to logits, in fp64."""
 
-    def __init__(
-        self, heads: int = 4, kv_heads: int = 2, causal: bool = True, recompute: bool | None = None
-    ) -> None:
+    def __init__(self, heads: int = 4, kv_heads: int = 2, causal: bool = True) -> None:
         super().__init__()
-        self.recompute = recompute  # None: not; else whether reentrant
         self.tokens, self.places = nn.Embedding(VOCAB, WIDTH), nn.Embedding(64, WIDTH)
         self.blocks = nn.ModuleList(Block(heads, kv_heads, causal) for _ in range(2))
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
@@ -69,10 +65,7 @@ class Net(nn.Module):
             position_ids = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.tokens(tokens) + self.places(position_ids)
         for block in self.blocks:
-            if self.recompute is None:
-                x = block(x, mask)
-            else:
-                x = checkpoint(block, x, mask, use_reentrant=self.recompute)
+            x = block(x, mask)
         return self.head(x)
 
 
@@ -174,17 +167,17 @@ def assert_close(got: dict[str, Tensor], wanted: dict[str, Tensor], relative: fl
         torch.testing.assert_close(got[name], other, rtol=0, atol=relative * scale, msg=name)
 
 
-MESHES = [(1, 1), (2, 1), (1, 2), (1, 3), (1, 4), (2, 2), (2, 3)]
+MESHES = [(1, 1), (1, 4), (2, 3)]
 
 
-@again_but("1-1", "1-3", "2-2", "2-3")
+@again_but("1-1", "2-3")
 @pytest.mark.parametrize(("dp", "cp"), MESHES)
 def test_gradients_are_those_of_one_process_with_unequal_numbers_of_targets(dp, cp):
     compare(Work(ignored=UNEVEN, is_flat=dp == 1), dp, cp)
 
 
 @again_but("3")
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_every_stage_has_the_weights_of_one_process_after_twenty_steps(stage):
     compare(Work(ignored=UNEVEN, steps=20, stage=stage), 2, 2)
 
@@ -272,32 +265,11 @@ def test_each_rank_keeps_its_share_of_the_activations():
             assert nbytes <= (whole + outputs) / parts * 1.05
 
 
-def test_stages_are_equal_bit_for_bit_on_one_mesh():
-    works = [Work(ignored=UNEVEN, steps=3, stage=stage, is_flat=True) for stage in (0, 1, 2, 3)]
-    runs = [run_ranks(4, together, work, 2, 2)[0] for work in works]
-    for run in runs[1:]:
-        for got, wanted in zip(run, runs[0], strict=True):
-            assert all(torch.equal(got[name], wanted[name]) for name in wanted)
-
-
-@again_but("5-4", "13-2", "13-3", "13-4")
-@pytest.mark.parametrize("cp", [2, 3, 4])
+@pytest.mark.parametrize("cp", [4])
 @pytest.mark.parametrize("length", [5, 13])
 def test_lengths_that_ranks_do_not_divide_end_in_padding_without_targets(cp, length):
     """Of 5 positions over 4 ranks the last rank has padding alone."""
     compare(Work(length=length), 1, cp)
-
-
-@again_but("heads0", "heads3")
-@pytest.mark.parametrize("heads", [(3, 3), (6, 2), (5, 1), (1, 1)])
-def test_heads_that_ranks_do_not_divide_train_alike(heads):
-    compare(Work(build=partial(Net, *heads)), 1, 4)
-
-
-@again_but("True")
-@pytest.mark.parametrize("recompute", [False, True])
-def test_recompute_runs_attention_over_all_ranks_again(recompute):
-    compare(Work(build=partial(Net, recompute=recompute), ignored=UNEVEN, stage=3), 2, 2)
 
 
 @again_but("13")

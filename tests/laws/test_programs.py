@@ -78,7 +78,7 @@ def test_chosen_meshes_cut_by_every_axis_stage_and_schedule_and_move_between_mes
     drawn = [draw_mesh(seed) for seed in CHOSEN_MESHES]
     assert drawn == [draw_mesh(seed) for seed in CHOSEN_MESHES]
     for program in drawn[::4]:
-        ast.parse(program.text)
+        ast.parse(program.script())
     legs = [dict(leg.options) for program in drawn for leg in program.legs]
     for axis in AXES:
         assert {leg[axis] for leg in legs} == {"1", "2", "3"}, axis

@@ -198,7 +198,7 @@ def test_the_bytes_of_coding_are_those_of_the_page():
     short, long = GPU_NBYTES["int8"], GPU_NBYTES["int4+h"]
     said = f"int8 {short.encode} an element to write and {short.add} to add"
     said += f", int4+h {long.encode} and {long.add}"
-    assert said in (PAGES / "time.md").read_text()
+    assert said in (PAGES / "time-formulas.md").read_text()
     assert seconds_of("int8", MACHINE).encode == GPU_NBYTES["int8"].encode / 1e12
     assert seconds_of("", MACHINE) == (0.0, 0.0)
 

@@ -1,7 +1,7 @@
 """The byte GPT on any axes, for tests: its stages, cut over tensor ranks, with split sequences.
 
 Axes of two ranks each are enough for every mesh: it gives some of them to data and sequence, one to
-tensors and one to the pipeline. Ranks along the others are copies of it, which run beside it.
+tensors and one to the pipeline.
 """
 
 from __future__ import annotations
@@ -63,26 +63,21 @@ class Places:
         named = {axis: self.root[free.pop(0)] for axis in ("tp", "pp") if getattr(axes, axis) > 1}
         if axes.cp > 1:
             named["cp"] = self.root[data[-1]]
-        copy = sum(self.root.get_local_rank(letter) << at for at, letter in enumerate(free))
-        return Place(axes, self.flat.get(data) or self.root[data or "one"], named, copy)
+        return Place(axes, self.flat.get(data) or self.root[data or "one"], named)
 
 
 @dataclass(frozen=True)
 class Place:
-    """A rank on one mesh, and the number of its copy of that. No data ranks: one process."""
+    """A rank on one mesh."""
 
     axes: Axes
-    data: DeviceMesh | None
+    data: DeviceMesh
     named: dict[str, DeviceMesh]
-    copy: int = 0
 
     def rank(self, axis: str) -> int:
         if axis == "dp":
-            return 0 if self.data is None else self.data.get_local_rank() // self.axes.cp
+            return self.data.get_local_rank() // self.axes.cp
         return self.named[axis].get_local_rank() if axis in self.named else 0
-
-
-ALONE = Place(Axes(), None, {})
 
 
 def gpt(dtype: torch.dtype = torch.float32, seed: int = 0, **sizes: Any) -> GPT:
@@ -163,8 +158,7 @@ class Run:
             self.schedule = onefold.pipeline(schedule, tied=[])
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        ranks = 1 if self.place.data is None else self.place.data.size()
-        return loss_of(logits, targets) * ranks  # gradients are averaged
+        return loss_of(logits, targets) * self.place.data.size()  # gradients are averaged
 
     def backward(self, step: int) -> None:
         dp, axes = self.place.rank("dp"), self.place.axes

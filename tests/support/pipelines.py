@@ -21,7 +21,6 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 import onefold
 from onefold.engine.driving import Verb
@@ -45,27 +44,19 @@ WIDTH, LAYERS, MICROBATCHES, ROWS = 12, 4, 4, 8
 class Block(nn.Module):
     """A residual block whose weights, norm included, all train."""
 
-    def __init__(self, recomputes: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.up = nn.Linear(WIDTH, 2 * WIDTH)
         self.down = nn.Linear(2 * WIDTH, WIDTH)
-        self.recomputes = recomputes
-
-    def inner(self, x: Tensor) -> Tensor:
-        return self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.recomputes and torch.is_grad_enabled():
-            return x + checkpoint(self.inner, x, use_reentrant=False)
-        return x + self.inner(x)
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
 
 
-def blocks(
-    dtype: torch.dtype = torch.float32, *, recomputes: bool = False, layers: int = LAYERS
-) -> nn.Sequential:
+def blocks(dtype: torch.dtype = torch.float32, *, layers: int = LAYERS) -> nn.Sequential:
     """All blocks of the model, from seed 0."""
-    return seeded(lambda: nn.Sequential(*(Block(recomputes) for _ in range(layers)))).to(dtype)
+    return seeded(lambda: nn.Sequential(*(Block() for _ in range(layers)))).to(dtype)
 
 
 def rows(num: int, dtype: torch.dtype = torch.float32, *, seed: int = 5) -> tuple[Tensor, Tensor]:

@@ -14,12 +14,13 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterable
-from itertools import combinations
+from itertools import combinations, pairwise, product
 
 from tests.support.programs.catalogue import POOL
 from tests.support.programs.drawing import Drawn, DrawnLeg, draw
 from tests.support.programs.judging import Judge
 from tests.support.programs.mesh_drawing import MeshDrawn, MeshJudge, draw_mesh
+from tests.support.programs.meshes import AXES
 from tests.support.ranks import run_ranks
 
 NUM_CHOSEN, MOST_REFUSED = 120, 12
@@ -44,10 +45,20 @@ def combined_values(drawn: Drawn, leg: DrawnLeg) -> set[str]:
 
 
 def pairs_of(drawn: Drawn) -> set[Pair]:
-    """Return the pairs of values that a program covers, each sorted."""
-    return {
+    """Return the pairs of values that a program covers, also before and after a move of a mesh."""
+    pairs = {
         pair for leg in drawn.legs for pair in combinations(sorted(combined_values(drawn, leg)), 2)
     }
+    moves = pairwise(drawn.legs) if isinstance(drawn, MeshDrawn) else ()
+    for places in (map(places_of, legs) for legs in moves):
+        pairs |= {(f"from {one}", f"to {other}") for one, other in product(*places)}
+    return pairs
+
+
+def places_of(leg: DrawnLeg) -> list[str]:
+    """Return where a leg on a mesh has its states."""
+    names = (*AXES, "stage", "schedule", "flat")
+    return [f"{name}={value}" for name, value in leg.options if name in names]
 
 
 def covered_pairs(seeds: Iterable[int], draws: Callable[[int], Drawn] = draw) -> set[Pair]:
@@ -107,7 +118,7 @@ def mesh_cost(drawn: Drawn) -> float:
     """As `run_cost`: a call on the ranks of a mesh is as much work as many calls of plain torch."""
     ranks = sum((len(leg.operations) + 4) * leg.world_size for leg in drawn.legs)
     cut = sum(leg.world_size for leg in drawn.legs if dict(leg.options)["tp"] != "1")
-    return (run_cost(drawn) / 3 + 4 * ranks + 10 * cut) ** 0.8
+    return (run_cost(drawn) / 3 + 4 * ranks + 10 * cut) ** 0.7
 
 
 def runs_through(

@@ -98,6 +98,15 @@ class MeshDrawn(Drawn):
             f"    words={self.words},\n)\n"
         )
 
+    def script(self) -> str:
+        """A script to run at the root of the repository; its ranks are threads."""
+        return (
+            "from tests.support.programs.drawing import DrawnLeg\n"
+            "from tests.support.programs.mesh_drawing import MeshDrawn, MeshJudge\n"
+            f"from tests.support.ranks import run_ranks\n\ndrawn = {self!r}\n"
+            "print(drawn.text, MeshJudge(run_ranks).judge(drawn))\n"
+        )
+
     @property
     def sibling(self) -> MeshDrawn | None:
         """The same program at another stage, which has to give the same bits."""
