@@ -196,6 +196,36 @@ def test_other_tiers_have_the_same_bits_and_quantized_wires_are_near(tmp_path):
 # clipping
 
 
+@pytest.mark.parametrize("order", [2.0, math.inf])
+def test_both_ways_to_clip_have_the_norm_of_one_process(order):
+    norms: list[float] = []
+
+    def reference(model: nn.Module) -> None:
+        found = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, order)
+        norms.append(float(found))
+
+    _, end = one_process(2, 2, torch.float64, clip=reference)
+
+    def clipped(rank: int, stage: int, is_own: bool) -> tuple[list[float], Named]:
+        run, found = Run(2, 2, stage=stage, dtype=torch.float64), list[float]()
+
+        def clip(model: nn.Module) -> None:
+            norm = (
+                onefold.clip_grad_norm_(model, 0.1, order)
+                if is_own
+                else torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, order)
+            )
+            found.append(float(norm))
+
+        run.train(2, clip)
+        return found, weights_of(run.model)
+
+    for stage, is_own in ((0, True), (3, True), (3, False)):
+        for found, weights in run_ranks(4, clipped, stage, is_own):
+            assert found == pytest.approx(norms, rel=1e-12)
+            check_close(weights, end, 1e-12)
+
+
 def _clip_two_meshes(rank: int, group_axis: str | None) -> tuple[float, float, Named, Named]:
     """One model cut by tp and dp, and one by all ranks alone; or one for each rank of an axis."""
     run = Run(2, 2, dtype=torch.float64)
