@@ -24,7 +24,7 @@ from tests.support.programs.meshes import AXES
 from tests.support.ranks import run_ranks
 
 NUM_CHOSEN, MOST_REFUSED = 120, 12
-MESH_POOL, NUM_MESHES, MESHES_REFUSED = 1000, 36, 3
+MESH_POOL, NUM_MESHES, MESHES_REFUSED = 1000, 34, 3
 
 Pair = tuple[str, str]
 
