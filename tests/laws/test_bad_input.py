@@ -20,12 +20,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import onefold
 from onefold import keywords
 from onefold.config import precision_of
+from tests.support.programs.blocks import Tower
 from tests.support.ranks import every_rank, run_ranks, seeded
 from tests.support.rows import again_but, worlds_in_turn
 from tests.support.zoo import (
     WIDTH,
     Process,
-    Tower,
     adamw,
     every_stage,
     law_1,

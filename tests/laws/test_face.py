@@ -29,14 +29,13 @@ from torch.utils import _foreach_utils
 
 import onefold
 from onefold.config import Offload
+from tests.support.programs.blocks import Residual, Tower
 from tests.support.ranks import every_rank, run_ranks, seeded
 from tests.support.rows import again_but, worlds_in_turn
 from tests.support.zoo import (
     STAGES,
     WIDTH,
     Process,
-    Residual,
-    Tower,
     adamw,
     assert_close_notes,
     each_module,

@@ -1,12 +1,7 @@
-"""A table of modules and scripts that train sharded as they do in one process.
-
-Decorators fill it: of a module (a class, or a function that builds one), of a loss, or of a whole
-script. A clause has the name of the function, or the one that is given.
-"""
+"""Laws of modules and scripts that train sharded as they do in one process, as cases of a test."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,14 +9,15 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from tests.support.zoo import Process, Script, Tower, law_1, training
+from tests.support.modules import ModuleLaw, module_of
+from tests.support.programs.blocks import Tower
+from tests.support.zoo import Process, Script, adamw, law_1, rows, squared, training
 
 Made = TypeVar("Made", bound=Callable[..., Any])
 REENTRANT = {"False": False, "True": True}
 GUARDS = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
-_OF_LAW = {*inspect.signature(law_1).parameters}
 
 
 @dataclass(frozen=True)
@@ -37,12 +33,54 @@ class Clause:
         law_1(world_size, self.script, **self.choices)
 
 
+@dataclass
+class Turn:
+    """What a script of turns sees: a module, its optimizer, and one global batch."""
+
+    process: Process
+    module: Any
+    optimizer: torch.optim.Optimizer
+    index: int
+    batch: Tensor
+
+    def loss(self, times: float = 1) -> Tensor:
+        """The loss of this process's part of the batch."""
+        return self.process.mean(squared(self.module), self.batch * times)
+
+    def step(self, label: str = "", part: nn.Module | None = None, times: float = 1) -> None:
+        """One ordinary step, of the module or of a part of it."""
+        loss_of = squared(part or self.module)
+        batch = self.batch * times
+        self.process.step(f"{self.index}{label}", self.module, self.optimizer, loss_of, batch)
+
+    def update(self) -> None:
+        """Note gradients, step, and clear them."""
+        self.process.update(self.index, self.module, self.optimizer)
+
+    def note_mean(self, label: str, value: Tensor) -> None:
+        self.process.note_mean(f"{self.index} {label}", value)
+
+    def note_grads(self, label: str = "") -> None:
+        self.process.note_grads(f"{self.index} {label}", self.module)
+
+    def accumulate(self, times: float = 1) -> None:
+        """The backward of a micro-batch that is not the last."""
+        with self.process.accumulating(self.module):
+            self.loss(times).backward()
+
+
 class Clauses(dict[str, Clause]):
-    """Clauses by name.
+    """Clauses by name: that of a law of modules, or of the function that a decorator takes.
 
     Each decorator takes choices of `law_1`. `of`: there is a clause of each of these values, which
     the decorated function takes as its last argument. `worlds`: numbers of ranks.
     """
+
+    def __init__(self, modules: Mapping[str, ModuleLaw]) -> None:
+        super().__init__()
+        for name, law in modules.items():
+            for number, (key, text) in enumerate(law.texts.items()):
+                self[name + key] = Clause(_trained(law, text), law.worlds, law.choices, number)
 
     def script(
         self,
@@ -52,6 +90,8 @@ class Clauses(dict[str, Clause]):
         worlds: Sequence[int] = (3, 1, 2, 4),
         **choices: Any,
     ) -> Callable[[Made], Made]:
+        """A whole script."""
+
         def add(script: Made) -> Made:
             for number, (key, value) in enumerate(({"": None} if of is None else of).items()):
                 made = script if of is None else _with(script, value)
@@ -62,29 +102,25 @@ class Clauses(dict[str, Clause]):
 
         return add
 
-    def module(self, name: str = "", of: Any = None, **choices: Any) -> Callable[[Made], Made]:
-        """Other choices are those of `training`."""
-
-        def add(build: Made, **more: Any) -> Made:
-            own = {key: choices.pop(key) for key in [*choices] if key not in _OF_LAW | {"worlds"}}
-
-            def script(process: Process, *value: Any) -> None:
-                training(partial(build, *value), **own, **more)(process)
-
-            self.script(name or build.__name__, of=of, **choices)(script)
-            return build
-
-        return add
-
-    def loss(
-        self, name: str = "", build: Callable[[], nn.Module] = Tower, **choices: Any
+    def turns(
+        self,
+        count: int = 2,
+        build: Callable[[], nn.Module] = Tower,
+        optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+        options: Mapping[str, Any] | None = None,
+        **choices: Any,
     ) -> Callable[[Made], Made]:
-        """A function of the module and a batch; other choices are those of `training`."""
+        """What a script does with each of so many batches; it notes the weights at the end."""
 
-        def add(loss: Made) -> Made:
-            loss_of = lambda module: partial(loss, module)
-            self.module(name or loss.__name__, loss=loss_of, **choices)(build)
-            return loss
+        def add(turn: Made) -> Made:
+            def script(process: Process, *value: Any) -> None:
+                module, made = process.ready(build, optimizer, **options or {})
+                for index, batch in enumerate(rows(count)):
+                    turn(Turn(process, module, made, index, batch), *value)
+                process.note_weights(module)
+
+            self.script(turn.__name__, **choices)(script)
+            return turn
 
         return add
 
@@ -102,6 +138,13 @@ class Clauses(dict[str, Clause]):
             if others and clause.number == 0:
                 other = others[turn % len(others)]
                 yield pytest.param(clause, other, id=f"{name}-{other}", marks=again)
+
+
+def _trained(law: ModuleLaw, text: str) -> Script:
+    loss = law.loss
+    loss_of = squared if loss is None else lambda module: partial(loss, module)
+    build = partial(module_of, text)
+    return training(build, loss_of, law.optimizer, law.batches, **law.options)
 
 
 def _with(script: Callable[..., None], value: Any) -> Script:

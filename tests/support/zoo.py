@@ -1,4 +1,4 @@
-"""Scripts that run plain in one process and sharded over ranks, and modules that break sharding.
+"""Scripts that run plain in one process and sharded over ranks.
 
 A *script* is an ordinary training loop, written once against `Process`. Run plain it computes whole
 batches; run sharded, each rank computes its part of them. What it notes on the way (losses,
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 import onefold
-from tests.support.programs.blocks import Residual
 from tests.support.ranks import run_ranks, seeded
 from tests.support.training import cut
 
@@ -39,6 +38,10 @@ every_stage = pytest.mark.parametrize("stage", [0, 1, 3])  # 2 differs where mic
 def adamw(module: nn.Module) -> torch.optim.Optimizer:
     """AdamW whose epsilon does not turn rounding noise in zero gradients into whole steps."""
     return torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-4)
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
 
 
 def adamw_of_trainable(module: nn.Module) -> torch.optim.Optimizer:
@@ -305,19 +308,3 @@ def assert_close_notes(
 def _distance(one: Tensor, other: Tensor) -> float:
     wide = torch.complex128 if one.is_complex() else torch.float64
     return (one.to(wide) - other.to(wide)).abs().max().item() if one.numel() else 0.0
-
-
-class Tower(nn.Module):
-    """Residual blocks between two layers of the root."""
-
-    def __init__(self, num_blocks: int = 2) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Residual() for _ in range(num_blocks))
-        self.last = nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x)

@@ -1,4 +1,4 @@
-"""Kinds of modules that programs are made of: each maps rows [n, 8] to rows [n, 8].
+"""Kinds of modules that laws and drawn programs are made of; most map rows [n, 8] to rows [n, 8].
 
 A printed script holds the source of those that it uses.
 """
@@ -6,14 +6,22 @@ A printed script holds the source of those that it uses.
 from __future__ import annotations
 
 from collections import UserDict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
 
 
 class Chain(nn.Module):
@@ -150,12 +158,16 @@ class Attends(nn.Module):
             self.inner: Any = nn.MultiheadAttention(4, 2, batch_first=True)
         elif kind == "cross":
             self.inner = nn.MultiheadAttention(4, 2, kdim=2, vdim=2, batch_first=True)
+        elif kind == "whole":
+            self.inner = nn.Transformer(4, 2, 1, 1, 5, dropout=0.0, batch_first=True)
         else:
             self.inner = nn.TransformerEncoderLayer(4, 2, 5, dropout=0.0, batch_first=True)
         self.kind = kind
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.unflatten(1, (2, 4))
+        if self.kind == "whole":
+            return x + self.inner(tokens, tokens[:, :1]).flatten(1).repeat(1, 2)
         if self.kind in ("attention", "cross"):
             seen = tokens[..., :2] if self.kind == "cross" else tokens
             return x + self.inner(tokens, seen, seen, need_weights=False)[0].flatten(1)
@@ -403,14 +415,18 @@ class Packer(nn.Module):
 
 
 class Unpacked(nn.Module):
-    """Takes out what `Packer` returns."""
+    """Takes out what `Packer`s return; `packs`: and returns its own rows like them."""
 
-    def __init__(self, kind: str = "tuple") -> None:
+    def __init__(self, kind: str = "tuple", count: int = 1, packs: bool = False) -> None:
         super().__init__()
-        self.kind, self.inner = kind, Packer(kind)
+        self.kind = kind
+        self.inner = nn.ModuleList(Packer(kind) for _ in range(count))
+        self.gain = nn.Parameter(torch.ones(8)) if packs else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return unpack(self.kind, self.inner(x))
+    def forward(self, x: Tensor) -> Any:
+        for inner in self.inner:
+            x = unpack(self.kind, inner(x))
+        return x if self.gain is None else pack(self.kind, x * self.gain)
 
 
 class InPlace(nn.Module):
@@ -545,13 +561,15 @@ class Positions(nn.Module):
 class Positioned(nn.Module):
     """Uses what `Positions` return."""
 
-    def __init__(self, first: int = 0) -> None:
+    def __init__(self, first: int = 0, count: int = 1) -> None:
         super().__init__()
-        self.positions = Positions(first)
+        self.positions = nn.ModuleList(Positions(first) for _ in range(count))
 
     def forward(self, x: Tensor) -> Tensor:
-        where = self.positions()
-        return torch.tanh(x + x @ where.t() @ where)
+        for positions in self.positions:
+            where = positions()
+            x = torch.tanh(x + x @ where.t() @ where)
+        return x
 
 
 class Passing(nn.Module):
@@ -568,13 +586,15 @@ class Passing(nn.Module):
 class Passed(nn.Module):
     """Uses what `Passing` returns."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int = 1) -> None:
         super().__init__()
-        self.inner = Passing()
+        self.inner = nn.ModuleList(Passing() for _ in range(count))
 
     def forward(self, x: Tensor) -> Tensor:
-        x, start, projected = self.inner(x)
-        return x + (start * projected).sum(1, keepdim=True)
+        for inner in self.inner:
+            x, start, projected = inner(x)
+            x = x + (start * projected).sum(1, keepdim=True)
+        return x
 
 
 class Scaled(torch.autograd.Function):
@@ -600,3 +620,247 @@ class Scaling(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(Scaled.apply(x, self.weight))
+
+
+class Gained(nn.Module):
+    """Multiplies what its inner module returns, and adds to it: by a scalar, or by a row."""
+
+    def __init__(self, inner: nn.Module, gain: Any = 2.0, shift: Any = None) -> None:
+        super().__init__()
+        self.inner, self.gain = inner, nn.Parameter(torch.as_tensor(gain))
+        self.shift = None if shift is None else nn.Parameter(torch.as_tensor(shift))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x) * self.gain
+        return x if self.shift is None else x + self.shift
+
+
+def in_turn(layers: Iterable[nn.Module], x: Tensor) -> Tensor:
+    """Call layers one after the other; of a list, its own."""
+    for layer in layers:
+        x = in_turn(layer, x) if isinstance(layer, nn.ModuleList) else layer(x)
+    return x
+
+
+def with_parts(module: nn.Module, parts: dict[str, Any]) -> nn.Module:
+    """Give a module parameters and children by name; a text is the name of one that it has."""
+    for name, part in parts.items():
+        owner, _, last = name.rpartition(".")
+        part = attrgetter(part)(module) if isinstance(part, str) else part
+        setattr(attrgetter(owner)(module) if owner else module, last, part)
+    return module
+
+
+def without_grad(module: nn.Module, *names: str) -> nn.Module:
+    """Freeze parameters and children of a module."""
+    for name in names:
+        attrgetter(name)(module).requires_grad_(False)
+    return module
+
+
+class By(nn.Module):
+    """A module of parts, and of a function of itself and its input; by default it calls the parts
+    one after the other."""
+
+    def __init__(self, function: Callable[..., Any] | None = None, **parts: Any) -> None:
+        super().__init__()
+        self.function = function or (lambda self, x: in_turn(self.children(), x))
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.function(self, *inputs, **named)
+
+
+class Fitted(nn.Module):
+    """Adds what its inner module returns, of eight columns at most, to its rows."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.inner(x)
+        return x + F.pad(out, (0, 8 - out.shape[1])).to(x.dtype)
+
+
+# roots of laws, and what they do
+
+
+def codebook(module: Any, x: Tensor) -> Tensor:
+    """A frozen parameter that the module updates by itself, alike on all ranks."""
+    out = module.inner(x) + module.codes.mean(0)
+    module.codes.mul_(0.9)
+    return out
+
+
+def lent(**last: nn.Module) -> nn.Module:
+    """Lends its layer to blocks that use the weight: it is none of their own parameters."""
+    borrow = lambda self, x: torch.tanh(F.linear(self.own(x), self.lender[0].weight))
+    lender = nn.Linear(8, 8)
+    blocks = [By(borrow, own=nn.Linear(8, 8), lender=[lender]) for _ in range(2)]
+    return By(lender=lender, blocks=nn.ModuleList(blocks), **last)
+
+
+def uncalled(module: Any, x: Tensor) -> Tensor:
+    """Uses the weights of pairs of layers, and calls nothing."""
+    for one, two in module.pairs:
+        x = F.linear(torch.tanh(F.linear(x, one.weight, one.bias)), two.weight)
+    return x
+
+
+def by_full_tensor(module: Any, x: Tensor) -> Tensor:
+    """Reads another module's weight as fused losses read a head, where it is a DTensor."""
+    gain = module.other.gain
+    full = gain.full_tensor() if isinstance(gain, DTensor) else gain.view_as(gain)
+    return module.scale(module.inner(Scaled.apply(x, full)))
+
+
+def between(tower: Any, x: Tensor) -> Tensor:
+    return tower.last(in_turn(tower.blocks, tower.first(x)))
+
+
+class Tower(nn.Module):
+    """Blocks between two layers of the root: so many residual ones, or these; `by` calls them."""
+
+    def __init__(
+        self, blocks: int | Sequence[nn.Module] = 2, out: int = 3, by: Callable[..., Any] = between
+    ) -> None:
+        super().__init__()
+        self.first, self.by = nn.Linear(8, 8), by
+        several = [Residual() for _ in range(blocks)] if isinstance(blocks, int) else blocks
+        self.blocks, self.last = nn.ModuleList(several), nn.Linear(8, out)
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.by(self, *inputs, **named)
+
+
+def tied_words(calls: bool = True, norm: bool = False) -> Tower:
+    """Takes tokens: its head is tied to the embedding, or reads the weight, maybe before a norm."""
+    inner = lambda self, x: in_turn(self.blocks, self.first(x))
+    by_weight = lambda self, x: self.last(F.linear(inner(self, x), self.first.weight))
+    tower = Tower(out=20, by=between if calls else by_weight)
+    tower.first = nn.Embedding(20, 8)
+    if calls:
+        tower.last.weight = tower.first.weight
+    else:
+        tower.last = nn.LayerNorm(20) if norm else nn.Identity()
+    return tower
+
+
+class Ordered(Tower):
+    """Calls its blocks in an order that may change: several times, or not at all."""
+
+    def __init__(self, *order: int) -> None:
+        super().__init__(max(order) + 1, by=ordered)
+        self.order: Sequence[int] = order
+
+
+def ordered(tower: Any, x: Tensor) -> Tensor:
+    return tower.last(in_turn([tower.blocks[index] for index in tower.order], tower.first(x)))
+
+
+def recursive(tower: Any, x: Tensor, depth: int = 2) -> Tensor:
+    x = in_turn(tower.blocks, tower.first(x))
+    return tower(x, depth - 1) if depth else tower.last(x)
+
+
+def uses_weights(tower: Any, x: Tensor) -> Tensor:
+    """Weights of the root, and of blocks after it has called them."""
+    low = lambda layer: layer.weight.to(x.dtype)
+    x = in_turn(tower.blocks, F.linear(x, low(tower.first), tower.first.bias.to(x.dtype)))
+    x = x @ low(tower.blocks[0].up).t() @ low(tower.blocks[1].up)
+    return tower.last(x) + torch.einsum("oi,bi->bo", low(tower.last), x)
+
+
+def uses_weights_before(tower: Any, x: Tensor) -> Tensor:
+    """A weight's gradient is complete only after backward has left the block."""
+    x, up = tower.first(x) * tower.blocks[0].down.bias, tower.blocks[1].up.weight
+    return tower.last(in_turn(tower.blocks, x + x @ up.t() @ up) + tower.last.weight.sum())
+
+
+def partly_detached(tower: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        x = tower.blocks[0](tower.first(x))
+    return tower.last(tower.blocks[1](x))
+
+
+def keeping(tower: Any, x: Tensor) -> None:
+    tower.kept = [between(tower, x)]
+
+
+def viewed(tower: Any, x: Tensor) -> Tensor:
+    """Changes what blocks return in place, and views it; returns a view."""
+    x = tower.first(x)
+    for block in tower.blocks:
+        x = block(x).view(-1, 2, 4)
+        x += 1
+        x = x.view(-1, 8)
+        x[:, :2] *= 0.5
+        x.relu_()
+    x = tower.last(x)
+    x.sub_(1)
+    return x[:, 1:]
+
+
+def renewing(tower: Any, x: Tensor) -> Tensor:
+    """Halves a weight of its own in every forward, and recomputes a block."""
+    with torch.no_grad():
+        tower.last.weight.mul_(0.5)
+    x = checkpoint(tower.blocks[0], tower.first(x), use_reentrant=False)
+    return tower.last(tower.blocks[1](x))
+
+
+def recomputed(tower: Any, x: Tensor, how: str, reentrant: bool = False) -> Tensor:
+    """Computes again: each block, several at once, some of their operations, one within the other,
+    or a function that is given a block's weight."""
+    again = partial(checkpoint, use_reentrant=reentrant)
+    if how == "selective":  # runs the operations that it counted, and gathers more than forward did
+        saved = [torch.ops.aten.addmm.default]
+        again = partial(again, context_fn=partial(create_selective_checkpoint_contexts, saved))
+        return tower.last(again(partial(in_turn, tower.blocks), again(tower.first, x)))
+    x, each = tower.first(x), [partial(again, block) for block in tower.blocks]
+    if how == "each":
+        x = in_turn(each, x)
+    elif how == "several":
+        x = checkpoint_sequential(tower.blocks, 2, x, use_reentrant=reentrant)
+    elif how == "nested":
+        x = again(partial(in_turn, each), x)
+    else:
+        x = again(F.linear, x, tower.blocks[0].down.weight.t())
+        x = torch.cat([x, x[:, :1]], 1)
+    return tower.last(x)
+
+
+def scaling_by_another(tower: Any, x: Tensor) -> Tensor:
+    return tower.last(
+        in_turn(tower.blocks, Scaled.apply(tower.first(x), tower.blocks[0].down.bias))
+    )
+
+
+def dropping(tower: Any, x: Tensor, mark: Tensor) -> Tensor:
+    """Leaves out blocks as the first row's mark says: bit k for block k (LayerDrop)."""
+    x = tower.first(x)
+    for index, block in enumerate(tower.blocks):
+        x = x if int(mark[0]) & 1 << index else block(x)
+    return tower.last(x)
+
+
+def skipping(tower: Any, x: Tensor, mark: Tensor) -> Tensor:
+    """Leaves out a layer of the root if the first row's mark says so."""
+    x = tower.blocks[0](tower.first(x))
+    x = x if mark[0] else torch.tanh(tower.middle(x))
+    return tower.last(tower.blocks[1](x))
+
+
+def halving(tower: Any, x: Tensor, mark: Tensor) -> Tensor:
+    """Leaves out the second layer of each block if the first row's mark says so."""
+    x = tower.first(x)
+    for block in tower.blocks:
+        x = block(x, mark)
+    return tower.last(x)
+
+
+def halved() -> By:
+    half = lambda self, x, mark: in_turn([self.one, *([] if mark[0] else [self.two])], x)
+    return By(half, one=nn.Sequential(nn.Linear(8, 8), nn.Tanh()), two=nn.Linear(8, 8))

@@ -6,6 +6,8 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.support.modules import MODULES
+
 BLOCKS = (
     "nn.Linear(8, 8)", "nn.Linear(8, 8)", "nn.Linear(8, 8, bias=False)", "Residual()",
     "Residual()", "Residual(33)", "Residual(1, bias=False)", 'Normed("layer")', 'Normed("rms")',
@@ -28,12 +30,16 @@ BLOCKS = (
 
 POOL = 3000
 """Seeds below it draw from `BLOCKS` alone: their programs, and what was recorded of them, stay."""
-LATER_BLOCKS = (
+_LATER = (
     'Attends("cross")', "Clamped()", 'Clamped("clamp")', "Positioned()", "Positioned(1)",
     "Passed()", "Scaling()", "Experts(4, skips=True)", "Unpacked()",
     *(f'Unpacked("{kind}")' for kind in ("list", "nested", "dataclass", "object",
                                          "object with slots", "namespace", "user dict")),
 )  # fmt: skip
+_OF_LAWS = [text for law in MODULES.values() for text in law.drawn_texts]
+_NEW = [text for text in dict.fromkeys(_OF_LAWS) if text not in (*BLOCKS, *_LATER)]
+LATER_BLOCKS = (*_LATER, *(f"Fitted({text})" for text in _NEW))
+"""Blocks of the other seeds; the laws' modules may return rows of fewer columns."""
 
 WRAPPERS = (
     *("Recomputed({})", "Recomputed({}, reentrant=True)", "Chain({})", "Chain({})") * 2,
