@@ -31,6 +31,7 @@ from onefold.tier.slots import SlotPool
 from onefold.tier.workers import Workers
 from tests.support.forking import HANG_S
 from tests.support.models import Model, next_token_loss, token_batches
+from tests.support.programs.blocks import By
 from tests.support.ranks import run_ranks, seeded
 from tests.support.rows import again_but, worlds_in_turn
 from tests.support.training import Job, assert_same_bits, train_sharded
@@ -243,15 +244,8 @@ def test_gradients_of_gradients_are_the_same(tmp_path):
 @again_but("RNN")
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_cells_that_change_parts_of_a_storage_in_place_are_the_same(tmp_path, kind):
-    class Cell(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.cell = kind(WIDTH, 12, num_layers=2, bidirectional=True, batch_first=True)
-
-        def forward(self, x):
-            return self.cell(x)[0]
-
-    module = seeded(Cell)
+    cell = lambda: kind(WIDTH, 12, num_layers=2, bidirectional=True, batch_first=True)
+    module = seeded(lambda: By(lambda self, x: self.cell(x)[0], cell=cell()))
     disk = Disk([tmp_path], module, limits=EAGER)
     wanted = grads_of(module, batch(True))
     for _ in range(2):

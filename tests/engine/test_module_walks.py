@@ -14,6 +14,7 @@ from torch import nn
 import onefold
 from onefold.config import Precision
 from tests.support.calls import OWN, CallCounter
+from tests.support.programs.blocks import Chain
 from tests.support.ranks import run_ranks, seeded
 from tests.support.rows import again_but
 
@@ -62,19 +63,10 @@ def test_shard_passes_over_the_module_tree_at_most_four_times(choices, monkeypat
     run_ranks(3, body)
 
 
-class Stack(nn.Module):
+def stack(num_units: int, num_layers: int) -> nn.Module:
     """Blocks in a row, each a unit of two parameters a layer."""
-
-    def __init__(self, num_units: int, num_layers: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(*[nn.Linear(4, 4) for _ in range(num_layers)]) for _ in range(num_units)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+    layers = lambda: [nn.Linear(4, 4) for _ in range(num_layers)]
+    return Chain(*(nn.Sequential(*layers()) for _ in range(num_units)))
 
 
 @again_but("3-1-450", "2-6-430")
@@ -86,7 +78,7 @@ def test_forward_and_backward_make_few_python_calls_for_a_unit(stage, num_layers
 
     def calls(num_units: int) -> int:
         def body(rank: int) -> int:
-            module = onefold.shard(seeded(Stack, num_units, num_layers), stage=stage)
+            module = onefold.shard(seeded(stack, num_units, num_layers), stage=stage)
 
             def train() -> None:
                 module(torch.ones(2, 4)).sum().backward()
@@ -104,7 +96,7 @@ def test_forward_and_backward_make_few_python_calls_for_a_unit(stage, num_layers
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_zero_grad_reads_and_clears_each_gradient_by_one_call(stage):
     def body(rank: int) -> tuple[int, int]:
-        module = seeded(Stack, 3, 4)
+        module = seeded(stack, 3, 4)
         optimizer = torch.optim.AdamW(module.parameters())
         onefold.shard(module, optimizer, stage=stage)
         counts: list[int] = []
@@ -125,7 +117,7 @@ def test_shard_and_the_first_step_make_few_python_calls_for_a_parameter():
 
     def calls(num_layers: int) -> list[int]:
         def body(rank: int) -> list[int]:
-            module = seeded(Stack, 2, num_layers)
+            module = seeded(stack, 2, num_layers)
             optimizer = torch.optim.AdamW(module.parameters())
 
             def train() -> None:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 import onefold
 from onefold.engine.flat_groups import with_numbers_on
 from onefold.engine.optimizer_state import _warn_of_keepers
+from tests.support.programs.blocks import By
 from tests.support.ranks import every_rank, run_processes, run_ranks, seeded
 from tests.support.rows import again_but, worlds_in_turn
 
@@ -345,21 +346,15 @@ def test_a_rank_without_rows_of_a_parameter_counts_its_steps_as_the_others(offlo
     assert run_ranks(3, body) == [([3.0] * 4, [3.0] * 4)] * 3
 
 
-class TwoDtypes(nn.Module):
+def of_two_dtypes():
     """One row in each of two dtypes: of three ranks, two have none."""
-
-    def __init__(self):
-        super().__init__()
-        self.one = nn.Parameter(torch.ones(1))
-        self.two = nn.Parameter(torch.ones(1, dtype=torch.float64))
-
-    def forward(self, x):
-        return x * self.one * self.two
+    two = nn.Parameter(torch.ones(1, dtype=torch.float64))
+    return By(lambda self, x: x * self.one * self.two, one=nn.Parameter(torch.ones(1)), two=two)
 
 
 @every_rank(3)
 def test_loaded_states_of_ranks_without_rows_have_the_dtype_of_their_parameter(rank, tmp_path):
-    module = TwoDtypes()
+    module = of_two_dtypes()
     optimizer = ADAMW(module.parameters(), foreach=False)
     onefold.shard(module, optimizer, stage=2)
     ends = []
@@ -408,16 +403,11 @@ def test_lbfgs_resumes_with_its_history_on_any_number_of_ranks(before, after, tm
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
-class Scaled(nn.Module):
+def scaled():
     """A weight without dimensions, in bfloat16."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones((), dtype=torch.bfloat16))
-        self.shift = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-
-    def forward(self, x):
-        return x.bfloat16() * self.scale + self.shift
+    ones = lambda *shape: nn.Parameter(torch.ones(shape, dtype=torch.bfloat16))
+    forward = lambda self, x: x.bfloat16() * self.scale + self.shift
+    return By(forward, scale=ones(), shift=ones(3))
 
 
 @again_but("load_state_dict-3")
@@ -429,7 +419,7 @@ def test_loaded_moments_of_a_narrow_number_are_as_wide_as_those_of_rows(
     rank, world_size, loads, tmp_path
 ):
     """torch's `load_state_dict` narrows them to the parameter; a kernel would write past them."""
-    module = Scaled()
+    module = scaled()
     optimizer = ADAMW(module.parameters())
     onefold.shard(module, optimizer, stage=1)
     for number in range(2):

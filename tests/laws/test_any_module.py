@@ -17,11 +17,11 @@ from tests.support.clauses import GUARDS, REENTRANT, Clauses, Turn
 from tests.support.modules import BY_HALF, MODULES, marked, module_of
 from tests.support.programs.blocks import (
     By,
-    Ordered,
     Residual,
     Tower,
     dropping,
     in_turn,
+    ordered,
 )
 from tests.support.ranks import run_processes, run_ranks, seeded
 from tests.support.zoo import (
@@ -65,13 +65,13 @@ def a_wholly_frozen_module_passes_gradients_to_its_input(process):
     process.note_weights(frozen, "frozen")
 
 
-@clauses.turns(5, partial(Ordered, 0, 1))
+@clauses.turns(5, partial(ordered, 0, 1))
 def a_parameter_unused_in_one_step_is_used_in_the_next(turn):
     turn.module.order = (0,) if turn.index in (0, 2, 3) else (0, 1)
     turn.step()
 
 
-@clauses.turns(5, partial(Ordered, 0, 1), options={"units": []})
+@clauses.turns(5, partial(ordered, 0, 1), options={"units": []})
 def part_of_a_unit_unused_in_one_step_keeps_its_moments(turn):
     turn.module.order = (0,) if turn.index in (0, 2, 3) else (0, 1)
     turn.step()
@@ -88,13 +88,13 @@ def a_module_without_parameters_runs(process):
 # modules called in loops, in part, or by a parent
 
 
-@clauses.turns(3, partial(Ordered, 0, 1))
+@clauses.turns(3, partial(ordered, 0, 1))
 def a_module_called_in_a_loop_of_changing_length_trains(turn):
     turn.module.order = [0] * (3, 1, 2)[turn.index]
     turn.step()
 
 
-@clauses.turns(4, partial(Ordered, 0, 1, 2))
+@clauses.turns(4, partial(ordered, 0, 1, 2))
 def the_order_of_modules_may_change_between_steps(turn):
     turn.module.order = ((0, 1, 2), (2, 0), (1, 1, 0), (2, 1, 0))[turn.index]
     turn.step()
@@ -438,7 +438,7 @@ def dropout_is_that_of_one_process_under_the_same_seed(process):
         pass
 
 
-MIXED = """with_parts(without_grad(Gained(Ordered(0, 1), 1.5), "inner.first.weight"), {
+MIXED = """with_parts(without_grad(Gained(ordered(0, 1), 1.5), "inner.first.weight"), {
 "inner.blocks.1.up.weight": "inner.blocks.0.up.weight", "unused": nn.Parameter(torch.ones(3))})"""
 
 

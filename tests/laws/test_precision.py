@@ -25,6 +25,7 @@ from onefold.engine.registry import engine_of
 from onefold.errors import WireError
 from onefold.unit import dtensors
 from tests.support.models import Model, next_token_loss, token_batches
+from tests.support.programs.blocks import By
 from tests.support.ranks import every_rank, run_ranks, seeded
 from tests.support.rows import again_but, worlds_in_turn
 from tests.support.training import Job, assert_same_bits, cut, run_job, train_plain
@@ -48,16 +49,9 @@ def test_stages_agree_bitwise_in_mixed_precision_and_follow_fp32(precision, worl
 def test_a_bf16_module_keeps_its_dtype_and_steps_an_fp32_master(stage):
     """Steps far below bf16's resolution add up in the master; in bf16 alone they would vanish."""
 
-    class Scale(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.full((64, 2), 256.0, dtype=torch.bfloat16))
-
-        def forward(self, x):
-            return (self.weight * x).sum()
-
     def train(rank):
-        module = Scale()
+        weight = nn.Parameter(torch.full((64, 2), 256.0, dtype=torch.bfloat16))
+        module = By(lambda self, x: (self.weight * x).sum(), weight=weight)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.25)
         onefold.shard(module, optimizer, stage=stage)
         for _ in range(8):
@@ -414,17 +408,11 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(scaler_class, stage, over
 
 
 def test_a_scale_reaches_ranks_that_hold_no_rows():
-    class One(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
-            self.weight = nn.Parameter(torch.ones(1, 4))
-
-        def forward(self, x):
-            return (self.scale * self.weight * x).sum()
-
     def train(rank):
-        module = One()
+        scale, weight = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(1, 4))
+        module = By(
+            lambda self, x: (self.scale * self.weight * x).sum(), scale=scale, weight=weight
+        )
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         onefold.shard(module, optimizer, stage=3)
         scaler = onefold.GradScaler("cpu", init_scale=4.0)
@@ -662,16 +650,12 @@ def test_the_older_spectral_norm_is_refused_by_name_under_precision():
 def test_packed_sequences_and_named_tuples_are_cast_as_tensors_are(stage, world_size):
     Named = collections.namedtuple("Named", "values order")
 
-    class Recurrent(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.rnn, self.head = nn.GRU(6, 5, batch_first=True), nn.Linear(6, 2)
-
-        def forward(self, packed, named):
-            return self.rnn(packed)[0].data.sum() + self.head(named.values)[named.order].sum()
+    def forward(self, packed, named):
+        return self.rnn(packed)[0].data.sum() + self.head(named.values)[named.order].sum()
 
     def compute(rank):
-        module, plain = seeded(Recurrent), seeded(Recurrent).bfloat16()
+        build = lambda: By(forward, rnn=nn.GRU(6, 5, batch_first=True), head=nn.Linear(6, 2))
+        module, plain = seeded(build), seeded(build).bfloat16()
         generator = torch.Generator().manual_seed(rank)
         x, named = torch.randn(3, 4, 6, generator=generator), torch.randn(3, 6, generator=generator)
         lengths, order = torch.tensor([2, 4, 1]), torch.tensor([2, 0, 1])

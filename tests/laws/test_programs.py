@@ -14,6 +14,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
 
 from onefold.errors import ConfigError, WireError
 from tests.support.forking import HANG_S
@@ -234,6 +235,13 @@ def test_the_shrinker_leaves_what_the_verdict_needs():
     assert len(small.blocks) == len(small.legs) == len(small.legs[0].operations) == 1
     assert small.legs[0].operations == ("edit_one(p)",)
     assert (small.legs[0].world_size, small.optimizer) == (1, ONE_STEP.optimizer)
+
+
+def test_a_printed_script_holds_all_that_its_modules_need():
+    for block in LATER_BLOCKS:
+        names = {"__name__": __name__}
+        exec(replace(ONE_STEP, blocks=(block,)).script(), names)
+        assert names["program"].build()(torch.ones(2, 8)).shape == (2, 8), block
 
 
 @pytest.mark.process

@@ -12,11 +12,11 @@ VOCAB, WIDTH = 50, 16
 class Block(nn.Module):
     """A pre-norm residual block whose hidden width (33) divides by nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, hidden: int = 33, bias: bool = True) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 33)
-        self.down = nn.Linear(33, WIDTH)
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))

@@ -242,7 +242,7 @@ MODULES = {
     ),
     "complex_parameters_train": L("Filtered()", optimizer=sgd),
     # modules called twice, by weight, or not at all
-    "a_module_called_twice_in_one_forward_trains": L("Ordered(0, 1, 0, 1)"),
+    "a_module_called_twice_in_one_forward_trains": L("ordered(0, 1, 0, 1)"),
     "a_recursive_call_of_the_root_trains": L("Tower(by=recursive)"),
     "an_embedding_weight_used_by_the_parent_trains": L("tied_words(False)", batches=tokens()),
     "a_module_after_a_head_by_weight_trains": L("tied_words(False, norm=True)", batches=tokens()),

@@ -24,6 +24,7 @@ from onefold.errors import CheckpointError, ConfigError
 from onefold.unit import formats
 from onefold.unit.formats import Int4Groups, Int8Rows, MatrixFormat
 from onefold.unit.promises import PROMISED
+from tests.support.models import Block
 from tests.support.ranks import run_ranks, seeded
 from tests.support.rows import again_but
 
@@ -81,21 +82,11 @@ class KernelLinear(nn.Module):
         return found if self.bias is None else found + self.bias
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(50, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block(WIDTH, HIDDEN, bias=False) for _ in range(3))
         self.head = nn.Linear(WIDTH, 50, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:

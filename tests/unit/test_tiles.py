@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import onefold
 from onefold import ConfigError, Offload, StateError
 from onefold.engine.registry import engine_of
+from tests.support.programs.blocks import By
 from tests.support.ranks import every_rank, run_ranks, seeded
 from tests.support.rows import again_but, worlds_in_turn
 
@@ -143,20 +144,10 @@ def test_tiles_compute_in_bf16(tmp_path):
     assert losses == pytest.approx(run(None)(0)[0], rel=3e-2)
 
 
-class AsItsWeight(nn.Module):
-    """A layer whose inputs take the dtype that its weight names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.low = nn.Linear(8, 8, dtype=torch.float64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.low(x.to(self.low.weight.dtype)).to(x.dtype)
-
-
 def test_inputs_in_the_dtype_that_a_tiled_weight_names_are_cast_to_that_of_compute():
     def body(rank: int, **options: Any) -> Tensor:
-        module = seeded(AsItsWeight)
+        forward = lambda self, x: self.low(x.to(self.low.weight.dtype)).to(x.dtype)
+        module = seeded(lambda: By(forward, low=nn.Linear(8, 8, dtype=torch.float64)))
         onefold.shard(module, stage=3, precision=torch.bfloat16, **options)
         module(torch.ones(2, 8)).sum().backward()
         return module.low.weight.grad.full_tensor()

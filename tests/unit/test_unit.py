@@ -17,6 +17,7 @@ from onefold.tier.device import DeviceStore
 from onefold.unit.buffer import Buffer, _own_references
 from onefold.unit.gather import UnitGather
 from onefold.wire import digest
+from tests.support.programs.blocks import Chain
 from tests.support.ranks import every_rank, run_ranks, seeded
 from tests.support.rows import again_but, worlds_in_turn
 
@@ -168,15 +169,9 @@ def test_indexed_assignments_write_to_the_parameter(world_size, stage, how):
     run_ranks(world_size, body)
 
 
-class Twins(nn.Module):
+def twins() -> nn.Module:
     """Two units of equal sizes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks[1](self.blocks[0](x))
+    return Chain(nn.Linear(4, 4), nn.Linear(4, 4))
 
 
 def test_tags_are_compared_once_a_gather(monkeypatch):
@@ -188,7 +183,7 @@ def test_tags_are_compared_once_a_gather(monkeypatch):
     )
 
     def body(rank: int) -> None:
-        module = seeded(Twins)
+        module = seeded(twins)
         onefold.shard(module, stage=3)
         unit = module.__dict__["_onefold_engine"].units[0]
         for releases in (False, False, True, False):
@@ -201,7 +196,7 @@ def test_tags_are_compared_once_a_gather(monkeypatch):
 
 def sharded_twins() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     """Two equal units, trained for two steps with an evaluation after each."""
-    module = seeded(Twins)
+    module = seeded(twins)
     optimizer = torch.optim.AdamW(module.parameters())
     onefold.shard(module, optimizer)
     for _ in range(2):

@@ -723,11 +723,9 @@ def between(tower: Any, x: Tensor) -> Tensor:
 class Tower(nn.Module):
     """Blocks between two layers of the root: so many residual ones, or these; `by` calls them."""
 
-    def __init__(
-        self, blocks: int | Sequence[nn.Module] = 2, out: int = 3, by: Callable[..., Any] = between
-    ) -> None:
+    def __init__(self, blocks: int | Sequence[nn.Module] = 2, out: int = 3, by: Any = None) -> None:
         super().__init__()
-        self.first, self.by = nn.Linear(8, 8), by
+        self.first, self.by = nn.Linear(8, 8), by or between
         several = [Residual() for _ in range(blocks)] if isinstance(blocks, int) else blocks
         self.blocks, self.last = nn.ModuleList(several), nn.Linear(8, out)
 
@@ -739,7 +737,7 @@ def tied_words(calls: bool = True, norm: bool = False) -> Tower:
     """Takes tokens: its head is tied to the embedding, or reads the weight, maybe before a norm."""
     inner = lambda self, x: in_turn(self.blocks, self.first(x))
     by_weight = lambda self, x: self.last(F.linear(inner(self, x), self.first.weight))
-    tower = Tower(out=20, by=between if calls else by_weight)
+    tower = Tower(out=20, by=None if calls else by_weight)
     tower.first = nn.Embedding(20, 8)
     if calls:
         tower.last.weight = tower.first.weight
@@ -748,16 +746,14 @@ def tied_words(calls: bool = True, norm: bool = False) -> Tower:
     return tower
 
 
-class Ordered(Tower):
+def ordered(*order: int) -> Any:
     """Calls its blocks in an order that may change: several times, or not at all."""
-
-    def __init__(self, *order: int) -> None:
-        super().__init__(max(order) + 1, by=ordered)
-        self.order: Sequence[int] = order
-
-
-def ordered(tower: Any, x: Tensor) -> Tensor:
-    return tower.last(in_turn([tower.blocks[index] for index in tower.order], tower.first(x)))
+    tower: Any = Tower(
+        max(order) + 1, by=lambda self, x: self.last(
+            in_turn([self.blocks[index] for index in self.order], self.first(x)))
+    )  # fmt: skip
+    tower.order = order
+    return tower
 
 
 def recursive(tower: Any, x: Tensor, depth: int = 2) -> Tensor:

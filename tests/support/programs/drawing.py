@@ -146,7 +146,9 @@ class Drawn:
             "import os\nimport torch.distributed.checkpoint.state_dict as dcp_state\n"
             "from collections import UserDict\nfrom contextlib import suppress\n"
             "from types import SimpleNamespace\nfrom torch.nn import functional as F\n"
-            "from torch.utils.checkpoint import checkpoint\n\nMake = Callable\n\n\n"
+            "from operator import attrgetter\nfrom torch.utils.checkpoint import "
+            "checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts\n\n"
+            "Make = Callable\n\n\n"
         )
         bound = 0.3 if self.is_lossy else 1e-4
         main = f'\n\nif __name__ == "__main__":\n    main(program, {bound})\n'
