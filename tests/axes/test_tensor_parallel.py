@@ -31,7 +31,6 @@ from onefold.engine.registry import engine_of
 from onefold.wire.collectives import Group
 from tests.support.models import VOCAB, Model
 from tests.support.ranks import every_rank, run_ranks, seeded
-from tests.support.rows import again_but
 
 ROWS, LENGTH = 2, 12  # of one data rank
 Named = dict[str, Tensor]
