@@ -218,7 +218,8 @@ def moments_of_group(
 @lru_cache(maxsize=1024)
 def _probed(question: Question) -> tuple[Behaviour | None, frozenset[str]]:
     """Probe a class; None if it raises. Return also the attributes that it looked for."""
-    profiler, behaviour = sys.getprofile(), None
+    profiler: Any = sys.getprofile()
+    behaviour = None
     try:
         sys.setprofile(refuse_messages)
         together = stepped(question, MATRICES)
@@ -240,9 +241,10 @@ def _probed(question: Question) -> tuple[Behaviour | None, frozenset[str]]:
 
 def _resume_profiler(profiler: Any) -> None:
     """Let a user's profiler go on. That of cProfile (3.11) is no function, so it begins again."""
-    is_function = profiler is None or callable(profiler)
-    sys.setprofile(profiler if is_function else None)
-    if not is_function:
+    if profiler is None or callable(profiler):
+        sys.setprofile(profiler)
+    else:
+        sys.setprofile(None)
         profiler.enable()
 
 
