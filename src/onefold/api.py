@@ -7,6 +7,7 @@ from copy import deepcopy
 from datetime import timedelta
 from functools import partial
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -30,8 +31,9 @@ from onefold.layout.module_tree import ModuleTree
 from onefold.layout.units import UnitChoice
 from onefold.mixed.speeds import measure, row_shares
 from onefold.recipe import Recipe
-from onefold.recording.meter import Meter
+from onefold.recording.meter import Meter, Rates
 from onefold.recording.report import Report, snapshot, unit_lines
+from onefold.tier import accelerator
 from onefold.wire import ranks as meshes
 from onefold.wire.together import announcing, together
 from onefold.wire_config import WireChoice
@@ -243,7 +245,7 @@ def report(module: nn.Module) -> Report:
     for unit in engine.units:
         unit.join_step()
         unit.gradient.drop_cleared()
-    waiting, tokens = _rates(engine)
+    rates = rates_of(engine)
     return Report(
         stage=engine.recipe.stage.number,
         rank=engine.group.rank,
@@ -264,16 +266,36 @@ def report(module: nn.Module) -> Report:
         is_inference=engine.is_inference,
         row_shares=row_shares(engine),
         shares=engine.recipe.shares,
-        waiting_share=waiting,
-        tokens_per_s=tokens or None,
+        **rates,
     )
 
 
-def _rates(engine: Engine) -> tuple[float | None, float | None]:
-    """Rates of the last steps; the first report after a step starts to measure."""
+def rates_of(engine: Engine) -> dict[str, float | None]:
+    """Return the rates of a report; the first call after a step starts to measure."""
     if engine.is_inference or engine.ledger.steps == engine.ledger.loaded_steps:
-        return None, None
-    return Meter.on_engine(engine).rates() or (None, None)
+        return {}
+    rates = Meter.on_engine(engine).rates()
+    if rates is None:
+        return {}
+    return {
+        "waiting_share": rates.waiting_share,
+        "tokens_per_s": rates.tokens_per_s or None,
+        "model_flops_per_s": rates.flops_per_s or None,
+        "mfu": _share_of_peak(rates, engine.context.store.device) or None,
+    }
+
+
+def _share_of_peak(rates: Rates, device: torch.device) -> float:
+    """Return the FLOP/s as a share of the GPU's dense peak; 0.0 where no table has the GPU."""
+    if device.type != "cuda":
+        return 0.0
+    from onefold.planner.machines import peak_of
+
+    names = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+    dtype = names.get(rates.dtype, "fp8")
+    if dtype == "fp32" and torch.backends.cuda.matmul.allow_tf32:
+        dtype = "tf32"
+    return rates.flops_per_s / peak_of(accelerator.model(device)[0], dtype)
 
 
 def _predicted_peaks(engine: Engine) -> dict[str, int]:

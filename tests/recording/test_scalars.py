@@ -134,7 +134,7 @@ def test_a_model_without_tokens_has_no_rate_of_them():
         model(torch.ones(2, 64)).mean().backward()
         optimizer.step()
         numbers = onefold.report(model).scalars()
-    assert set(numbers) == {"peak_bytes", "sent_bytes", "waiting_share"}
+    assert set(numbers) - {"model_flops_per_s"} == {"peak_bytes", "sent_bytes", "waiting_share"}
 
 
 @pytest.mark.process

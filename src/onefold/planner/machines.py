@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
+from math import inf
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -58,6 +59,7 @@ class Machine:
     call_seconds: host time of one of Onefold's own Python calls; 0: neither is known.
     spread: standard deviation of a rank's compute time relative to its mean, for stragglers.
     source: where peaks and memory are published.
+    device: a regular expression for the name by which torch knows the GPU; empty: not known.
     """
 
     name: str
@@ -77,6 +79,7 @@ class Machine:
     call_seconds: float = 0.0
     spread: float = 0.0
     source: str = ""
+    device: str = ""
 
     def peak(self, dtype: str) -> float:
         """Return the dense peak of `dtype` in FLOP/s; `ConfigError` for an unknown one."""
@@ -130,6 +133,7 @@ _TEXT = ("a text", lambda value: isinstance(value, str))
 _FIELDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "like": _TEXT,
     "source": _TEXT,
+    "device": _TEXT,
     **dict.fromkeys((f"flops.{dtype}" for dtype in _DTYPES), _RATE),
     **dict.fromkeys(("memory_rate", "memory_nbytes", "inside_rate", "outside_rate"), _RATE),
     **dict.fromkeys(("host_rate", "cpu_rate", "host_memory_rate", "disk_rate"), _RATE),
@@ -148,6 +152,13 @@ def machine_of(name: str, machines: Mapping[str, Machine] | None = None) -> Mach
     """
     machines = known_machines() if machines is None else machines
     return machines[_found(name, machines)]
+
+
+def peak_of(name: str, dtype: str) -> float:
+    """Return the dense peak in FLOP/s of the device that torch calls `name`; inf if not known."""
+    found = (m for m in known_machines().values() if m.device and re.fullmatch(m.device, name))
+    machine = next(found, None)
+    return inf if machine is None else machine.flops.get(dtype, inf)
 
 
 @cache
@@ -211,7 +222,8 @@ def _whole(table: Mapping[str, Any], rows: Mapping[str, _Row], where: str) -> _R
             hint = _nearest(str(value), FITS if key == "fit" else (), _hint())
             raise ConfigError(f"{key} to be {wanted}", repr(value), where=where, hint=hint)
     if "like" in row:
-        row = {**rows[_found(row.pop("like"), rows, f"{where} like")], "source": "", **row}
+        known = rows[_found(row.pop("like"), rows, f"{where} like")]
+        row = {**known, "source": "", "device": "", **row}
     lacking = [key for key in _NEEDED if key not in row]
     if lacking:
         hint = 'like = "h100-80" takes what is missing from that machine'

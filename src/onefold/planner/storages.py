@@ -15,10 +15,11 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count
 
 from onefold.errors import OnefoldError
 from onefold.planner.work import Work
+from onefold.recording.flops import as_many, attention_flops
 
 Key = tuple[Any, ...]
 
@@ -232,25 +233,15 @@ def work_of_call(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
     return Work(nbytes=float(sum(moved)), num_kernels=1)
 
 
-def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> int:
-    return sdpa_flop_count(tuple(query.shape), _as_many(key, query), _as_many(value, query))
-
-
 def _attention_backward_flops(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any
 ) -> int:
-    shapes = tuple(query.shape), _as_many(key, query), _as_many(value, query)
+    shapes = tuple(query.shape), as_many(key, query), as_many(value, query)
     return sdpa_backward_flop_count(tuple(grad.shape), *shapes)
 
 
-def _as_many(tensor: Tensor, query: Tensor) -> tuple[int, ...]:
-    """Return the shape with as many heads as the query has; several may share one."""
-    rows, _, positions, width = tensor.shape
-    return rows, query.shape[1], positions, width
-
-
 _ATTENTION_FLOPS = {
-    ATEN._scaled_dot_product_flash_attention_for_cpu.default: _attention_flops,
+    ATEN._scaled_dot_product_flash_attention_for_cpu.default: attention_flops,
     ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward_flops,
 }
 _GROUPED = (F.grouped_mm, torch._grouped_mm)

@@ -1,10 +1,11 @@
-"""Rates of training for a dashboard: the share of the time that waits, and tokens per second."""
+"""Rates of training for a dashboard: the share of the time that waits, tokens and model FLOPs."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from functools import partial
+from threading import get_ident
 from typing import NamedTuple
 
 import torch
@@ -15,12 +16,18 @@ from onefold.engine.watch import tensors_in
 from onefold.layout.ledger import Ledger
 from onefold.layout.observer import UNTIMED, NoteSpan, Observer, Span, Stream, members_of
 from onefold.recording.allocator import allocator_probe
+from onefold.recording.flops import FlopCounter
+from onefold.recording.module_bytes import has_compiled
 
 _WAITS = ("wait", "wait_step")
 """Spans of the training thread in which it waits for a message, or for a background step."""
 
 STEPS = 10
 """Rates are those of the last steps, at most so many."""
+
+
+MAX_SHAPES = 8
+"""Shapes of batches whose FLOPs are counted: others take as many an element as these together."""
 
 
 class Mark(NamedTuple):
@@ -30,6 +37,16 @@ class Mark(NamedTuple):
     at: float
     waited_s: float
     tokens: int
+    elements: int
+
+
+class Rates(NamedTuple):
+    """Rates of the last steps on this rank. FLOP/s are 0.0 where they are not known."""
+
+    waiting_share: float
+    tokens_per_s: float
+    flops_per_s: float
+    dtype: torch.dtype  # of most of the FLOPs
 
 
 class Meter(Observer):
@@ -37,8 +54,11 @@ class Meter(Observer):
 
     def __init__(self) -> None:
         self._marks: deque[Mark] = deque(maxlen=STEPS + 1)
-        self._waited_s, self._tokens = 0.0, 0
+        self._waited_s, self._tokens, self._elements = 0.0, 0, 0
         self._ledger = Ledger()  # of no module yet
+        self._counts: dict[torch.Size, FlopCounter] = {}  # by the shape of a batch
+        self._counting: tuple[torch.Size, FlopCounter] | None = None
+        self._depth = self._thread = 0  # of the forward that is counted
 
     @staticmethod
     def on_engine(engine: Engine) -> Meter:
@@ -48,11 +68,12 @@ class Meter(Observer):
             meter._ledger = engine.ledger
             engine.ledger.watch(meter)
             root.register_forward_pre_hook(meter.count, with_kwargs=True)
+            root.register_forward_hook(meter.end_count, always_call=True)
             meter._mark()
         return meter
 
-    def rates(self) -> tuple[float, float] | None:
-        """Return the share of the time of the last steps that waited, and tokens a second.
+    def rates(self) -> Rates | None:
+        """Return the rates of the last steps.
 
         None before a step has ended since the meter began, or since another run was loaded.
         """
@@ -61,7 +82,19 @@ class Meter(Observer):
             return None
         seconds = max(last.at - first.at, 1e-9)
         waited, tokens = last.waited_s - first.waited_s, last.tokens - first.tokens
-        return min(1.0, waited / seconds), tokens / seconds
+        per_element, dtype = self._flops_per_element()
+        flops = (last.elements - first.elements) * per_element
+        return Rates(min(1.0, waited / seconds), tokens / seconds, flops / seconds, dtype)
+
+    def _flops_per_element(self) -> tuple[float, torch.dtype]:
+        counters, by_dtype = self._counts.values(), dict[torch.dtype, float]()
+        if not all(counter.flops for counter in counters) or not counters:
+            return 0.0, torch.float32
+        for counter in counters:
+            for dtype, flops in counter.by_dtype.items():
+                by_dtype[dtype] = by_dtype.get(dtype, 0.0) + flops
+        elements = max(1, sum(shape.numel() for shape in self._counts))
+        return sum(by_dtype.values()) / elements, max(by_dtype, key=by_dtype.__getitem__)
 
     def _mark(self) -> None:
         """A step ends, or goes on after another optimizer's: note what there is up to now."""
@@ -70,15 +103,46 @@ class Meter(Observer):
             self._marks.pop()
         elif self._marks and step != self._marks[-1].step + 1:
             self._marks.clear()  # a load is no step
-        self._marks.append(Mark(step, time.perf_counter(), self._waited_s, self._tokens))
+        now = time.perf_counter()
+        self._marks.append(Mark(step, now, self._waited_s, self._tokens, self._elements))
 
     @torch._disable_dynamo  # see [Note: torch.compile] in engine/hooks.py
     def count(self, _: nn.Module, args: object, kwargs: object) -> None:
-        """Count the tokens of a forward that trains: the elements of its first integer tensor."""
-        if torch.is_grad_enabled():
-            whole = (t for t in tensors_in((args, kwargs)) if not t.is_floating_point())
-            first = next(whole, None)
-            self._tokens += 0 if first is None else first.numel()
+        """Count the tokens of a forward that trains: the elements of its first integer tensor.
+
+        A forward with a batch of a new shape also counts its FLOPs, once torch had the chance to
+        compile: see [Note: model FLOPs].
+        """
+        if self._is_counting():
+            self._depth += 1
+        if not torch.is_grad_enabled():
+            return
+        first = next((t for t in tensors_in((args, kwargs)) if not t.is_floating_point()), None)
+        self._tokens += 0 if first is None else first.numel()
+        batch = first if first is not None else next(tensors_in((args, kwargs)), None)
+        if batch is None:
+            return
+        ran = self._elements > 0 or self._ledger.steps > self._ledger.loaded_steps
+        self._elements += batch.numel()
+        is_new = batch.shape not in self._counts and len(self._counts) < MAX_SHAPES
+        if is_new and ran and self._counting is None and not has_compiled():
+            self._counting, self._depth, self._thread = (batch.shape, FlopCounter()), 1, get_ident()
+            self._counting[1].__enter__()
+
+    @torch._disable_dynamo
+    def end_count(self, _: nn.Module, __: object, output: object) -> None:
+        """End the count of a forward; one that failed, without output, is counted anew."""
+        if not self._is_counting():
+            return
+        self._depth -= 1
+        if self._counting is not None and self._depth == 0:
+            (shape, counter), self._counting = self._counting, None
+            counter.__exit__(None, None, None)
+            self._counts |= {} if output is None else {shape: counter}
+
+    def _is_counting(self) -> bool:
+        """True inside a forward that is counted, on its thread: modes belong to a thread."""
+        return self._counting is not None and get_ident() == self._thread
 
     # the observer
 

@@ -10,6 +10,12 @@ import torch
 from torch import nn
 
 
+def has_compiled() -> bool:
+    """True after torch.compile in this process: what watches operations would compile again."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and bool(dynamo.counters["frames"])
+
+
 class _Forward:
     """A forward that runs: the bytes when it began, and what the modules inside have left."""
 
@@ -37,8 +43,7 @@ class ModuleBytes:
 
         A hook more would compile a module again.
         """
-        dynamo = sys.modules.get("torch._dynamo.utils")
-        if dynamo is not None and dynamo.counters["frames"]:
+        if has_compiled():
             return
         for name, part in module.named_modules():
             self._handles += [

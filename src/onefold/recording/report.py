@@ -62,6 +62,9 @@ class Report:
             waited for messages and background steps (on a GPU: that its host did). The first
             report after a step starts to measure; None until the next step has ended.
         tokens_per_s: tokens of this rank a second in these steps; None for modules that take none.
+        model_flops_per_s: FLOP/s of matrix products in these steps, forward and backward, without
+            those of a recompute; None where they are not known, see docs/guides/report-page.md.
+        mfu: their share of the dense peak of the GPU; None on devices whose peak is not known.
     """
 
     stage: int
@@ -85,6 +88,8 @@ class Report:
     shares: tuple[int, ...] | None = None
     waiting_share: float | None = None
     tokens_per_s: float | None = None
+    model_flops_per_s: float | None = None
+    mfu: float | None = None
 
     @property
     def title(self) -> str:
@@ -148,8 +153,8 @@ class Report:
         """Return numbers for a dashboard: peak bytes, bytes sent in the last step, and rates.
 
         The first report after a step starts to measure. From the next step on there are
-        "waiting_share" and "tokens_per_s" of the last steps, at most 10. Other reports, before
-        or between, change nothing.
+        "waiting_share", "tokens_per_s", "model_flops_per_s" and, on known GPUs, "mfu" of the last
+        steps, at most 10. Other reports, before or between, change nothing.
 
         Example:
             >>> for step, batch in enumerate(loader):
@@ -158,7 +163,8 @@ class Report:
             ...         wandb.log(onefold.report(model).scalars(), step=step)
         """
         sent = sum(traffic.sent_nbytes for traffic in self.last_step.values())
-        rates = {"waiting_share": self.waiting_share, "tokens_per_s": self.tokens_per_s}
+        names = ("waiting_share", "tokens_per_s", "model_flops_per_s", "mfu")
+        rates = {name: getattr(self, name) for name in names}
         known = {name: rate for name, rate in rates.items() if rate is not None}
         return {"peak_bytes": self.memory_peak, "sent_bytes": sent, **known}
 
