@@ -21,10 +21,17 @@ from onefold.recording.step_record import StepRecord
 
 DATA, TRACE, PAGE, COMPARISON = "report.json", "trace.json", "index.html", "compare.html"
 
+PROFILES = ("profile-rank*.json.gz", "memory-rank*.pickle")
+"""Files of `--profile`, to which the page of the same folder links."""
 
-def page(report: RunReport, against: RunReport | None = None) -> str:
-    """Return the whole document; with `against`, it begins with a comparison."""
-    data = json.dumps(contents(report, against), separators=(",", ":"), allow_nan=False)
+
+def page(report: RunReport, against: RunReport | None = None, profiles: Sequence[str] = ()) -> str:
+    """Return the whole document; with `against`, it begins with a comparison.
+
+    `profiles` are names of files in its folder.
+    """
+    drawn = {**contents(report, against), "profiles": list(profiles)}
+    data = json.dumps(drawn, separators=(",", ":"), allow_nan=False)
     data = data.replace("<", "\\u003c")  # no `<` ends the script element
     filled = {"title": escape(report.title), "data": data}
     template = (files("onefold.recording") / "page.html").read_text("utf-8")
@@ -113,7 +120,8 @@ def write_report(
 def draw(directory: Path, report: RunReport, against: RunReport | None = None) -> Path:
     """Write the page alone and return its path."""
     target = directory / (PAGE if against is None else COMPARISON)
-    _write_text(target, page(report, against))
+    profiles = sorted(path.name for pattern in PROFILES for path in directory.glob(pattern))
+    _write_text(target, page(report, against, profiles))
     return target
 
 

@@ -34,6 +34,7 @@ from onefold.layout.ledger import Ledger, Traffic
 from onefold.layout.observer import Stream, members_of
 from onefold.recipe import Recipe
 from onefold.recording.allocator import allocator_probe
+from onefold.recording.meter import Meter
 from onefold.recording.module_bytes import ModuleBytes
 from onefold.recording.report import unit_lines
 from onefold.recording.step_record import TORCH, Change, Sent, Series, SpanLine, StepRecord
@@ -89,7 +90,7 @@ class Recording:
         about |= {"offload": engine.facts.description} if engine.facts.description else {}
         report = report_of(
             [self.step], about=about, units=unit_lines(engine.units), recorded=self.number,
-            stage0=stage0_nbytes(engine.recipe),
+            stage0=stage0_nbytes(engine.recipe), rates=_rates(engine),
             others=[view_of(recording.step, recording.number) for recording in later],
         )  # fmt: skip
         write_report(directory, report, [self.step])
@@ -97,6 +98,13 @@ class Recording:
     def end_block(self, recorder: Recorder) -> None:
         """End the block: keep the recorder's result."""
         self._step = recorder.result(self._engine.group.rank, self._engine.group.world_size)
+
+
+def _rates(engine: Engine) -> dict[str, float]:
+    """Return the rates that the page shows, if something measures them."""
+    meter = next((m for m in members_of(engine.ledger.observer) if isinstance(m, Meter)), None)
+    rates = None if meter is None else meter.rates()
+    return {} if rates is None else {"model_flops_per_s": rates.flops_per_s}
 
 
 @contextmanager

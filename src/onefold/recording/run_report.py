@@ -16,6 +16,7 @@
                   "held_out", "peaks": [bytes per step]} or null
      "units":    [{"name", "num_parameters", "numel", "nbytes"}],
      "machine":  {name: text or number}, "versions": {name: text},
+     "rates":    {"model_flops_per_s", "mfu"}      of a rank in the last steps, where they are known
      "plan":     {"stage",
                   "predicted": {"peak_nbytes", "by_kind": {kind: bytes},
                                 "timeline": [{"phase", "unit", "nbytes_by_kind"}]}} or null}
@@ -164,6 +165,7 @@ class RunReport:
     plan: PlanLines | None = None
     written_at: str = ""
     stage0: dict[str, int] = field(default_factory=dict[str, int])
+    rates: dict[str, float] = field(default_factory=dict[str, float])
 
     @property
     def ranks(self) -> list[RankLine]:

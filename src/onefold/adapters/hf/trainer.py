@@ -14,6 +14,7 @@ methods instead, on all ranks together.
 """
 
 from contextlib import ExitStack
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,7 @@ from onefold.engine.registry import engine_of, is_sharded
 from onefold.errors import ConfigError, StateError
 from onefold.inference.stream import generating
 from onefold.layout.units import UnitChoice
+from onefold.recording.third_step import ThirdStep
 from onefold.resume import load
 from onefold.versions import warn_if_untested
 from onefold.wire_config import WireChoice
@@ -82,6 +84,8 @@ class Callback(TrainerCallback):
         offload: as in `onefold.shard`.
         wire: as in `onefold.shard`.
         units: as in `onefold.shard`.
+        record: a folder for a page about the third step, as `onefold.record` writes it; rank 0
+            records and writes. None records nothing.
 
     Raises:
         ConfigError: on every rank, when the Trainer is built: arguments, a model or an optimizer
@@ -100,12 +104,14 @@ class Callback(TrainerCallback):
         offload: OffloadChoice = None,
         wire: WireChoice = None,
         units: UnitChoice = None,
+        record: str | PathLike[str] | None = None,
     ) -> None:
         warn_if_untested("transformers", "accelerate")
         ResumeWithOnefoldCallback.allow()
         self.choices: dict[str, Any] = dict(
             stage=stage, precision=precision, offload=offload, wire=wire, units=units
         )
+        self._recorded = ThirdStep(record)
         self._saves_by_event = True  # False: `TrainerMixin` saves
         self.run: RunState | None = None  # while training
         self._generation: ExitStack | None = None  # holds the weights that are kept for it
@@ -159,8 +165,10 @@ class Callback(TrainerCallback):
         self._end_generation()
         events.agree(engine_of(model), "the beginning of a step", state.global_step, control)
         self.whole(model, args).drop_if_stale()
+        self._recorded.begin(model, state.global_step, state.max_steps)
 
     def on_step_end(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
+        self._recorded.end()
         self._make_ready("the end of a step", args, state, control, kwargs["model"])
 
     def on_epoch_end(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
@@ -199,6 +207,7 @@ class Callback(TrainerCallback):
         self._end_run()
 
     def _end_run(self) -> None:
+        self._recorded.close()
         run, self.run = self.run, None
         if run is not None:
             run.close()

@@ -6,6 +6,7 @@ object is a Trainer's. It becomes a Fabric's when Fabric, and Fabric alone, sets
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from onefold.api import accumulate
 from onefold.config import StageChoice
 from onefold.engine.registry import is_sharded
 from onefold.errors import CheckpointError, ConfigError, StateError
+from onefold.recording.third_step import ThirdStep
 from onefold.versions import warn_if_untested
 from onefold.wire.ranks import as_timeout
 
@@ -139,6 +141,8 @@ class Strategy(TrainerStrategy, FabricStrategy):  # pyright: ignore
         start_method: how Lightning starts local processes: "popen" runs the script again, "fork"
             works in notebooks. Without meaning under torchrun.
         process_group_backend: None takes gloo on CPUs and nccl on GPUs.
+        record: a folder for a page about the third step of a Trainer, as `onefold.record` writes
+            it; rank 0 records and writes. A loop of Fabric calls `onefold.record` itself.
         choices: the other arguments of `onefold.shard`. None for `precision` takes Lightning's, if
             that is not "32-true". With `wire` each of Lightning's nodes is one. `timeout` is
             Lightning's by default, 30 minutes.
@@ -157,10 +161,13 @@ class Strategy(TrainerStrategy, FabricStrategy):  # pyright: ignore
         *,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         process_group_backend: str | None = None,
+        record: str | PathLike[str] | None = None,
         **choices: Any,
     ) -> None:
         warn_if_untested("lightning")
         self.sharding = Sharding(stage=stage, **choices)
+        self.recorded = ThirdStep(record)
+        self._refuses_fabric = record is not None
         for kind in (TrainerStrategy, FabricStrategy):
             kind.__init__(
                 self,
@@ -183,4 +190,7 @@ class Strategy(TrainerStrategy, FabricStrategy):  # pyright: ignore
             wanted = "onefold.lightning.Strategy itself for Fabric"
             hint = "derive from onefold.adapters.lightning.strategy.FabricStrategy as well"
             raise ConfigError(wanted, f"its subclass {type(self).__name__}", hint=hint)
+        if self._refuses_fabric:
+            hint = "`with onefold.record(module) as recording:` around a step of your loop"
+            raise ConfigError("no record= with Fabric", "a folder", hint=hint)
         self.__class__ = FabricStrategy  # pyright: ignore

@@ -32,6 +32,7 @@ from onefold.engine.joining import bind
 from onefold.engine.registry import engine_of, is_sharded
 from onefold.errors import ConfigError
 from onefold.pages import page
+from onefold.recording.third_step import ThirdStep
 from onefold.tier import accelerator
 from onefold.wire import launcher
 from onefold.wire.ranks import MeshChoice
@@ -140,6 +141,7 @@ class TrainerStrategy(DDPStrategy):
     """Shards the LightningModule before the loop of a Trainer starts."""
 
     sharding: Sharding
+    recorded = ThirdStep(None)
     _reads_file = False  # the last checkpoint was a single file of Lightning
     _logged_step = 0  # of the last numbers in the loggers
 
@@ -247,6 +249,13 @@ class TrainerStrategy(DDPStrategy):
             numbers = {f"onefold_{name}": number for name, number in scalars.items()}
             for logger in trainer.loggers:
                 logger.log_metrics(numbers, step=step)
+        self.recorded.begin(self._module, step)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Take a step; if it was recorded, write its page."""
+        result = super().optimizer_step(*args, **kwargs)
+        self.recorded.end()
+        return result
 
     # checkpoints
 
@@ -326,6 +335,7 @@ class TrainerStrategy(DDPStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Name the rank that failed: the others only see that it is gone."""
+        self.recorded.close()
         exception.add_note(f"raised on rank {self.global_rank} of {self.world_size}")
 
     def teardown(self) -> None:
