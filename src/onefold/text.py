@@ -48,6 +48,12 @@ def format_rate(nbytes_per_s: float) -> str:
     return _in_largest_unit(nbytes_per_s, 1000, ("B/s", "kB/s", "MB/s", "GB/s", "TB/s"))
 
 
+def format_flops(flops_per_s: float) -> str:
+    """Write a rate of computing, in decimal units: "12.3 TFLOP/s"."""
+    units = ("FLOP/s", "kFLOP/s", "MFLOP/s", "GFLOP/s", "TFLOP/s", "PFLOP/s")
+    return _in_largest_unit(flops_per_s, 1000, units)
+
+
 def format_seconds(seconds: float) -> str:
     """Write a duration with three digits: "12.3 ms"."""
     for factor, unit in ((1.0, "s"), (1e3, "ms")):

@@ -23,6 +23,7 @@ from onefold.app.cli.main import main
 from onefold.app.finetune.merge import merge_adapter
 from onefold.app.finetune.row_file import open_rows
 from onefold.errors import CheckpointError, ConfigError
+from onefold.recording.page import read_report
 from tests.support.commands import begin
 from tests.support.commands import onefold as command
 
@@ -214,8 +215,16 @@ def test_adapters_on_a_quantized_base_are_saved_and_merged(work):
     """From meta: no rank holds the base whole, and PEFT opens the adapter."""
     found = result_of(
         work, "--data", "chats.jsonl", "--out", "tuned", "--steps", "4", "--lora", "2", "--merge",
-        "--stage", "3", "--rest", "int8", "--lr", "1e-2",
+        "--stage", "3", "--rest", "int8", "--lr", "1e-2", "--report", "out", "--profile", "out",
     )  # fmt: skip
+    traces = ["profile-rank0.json.gz", "profile-rank1.json.gz"]
+    written = sorted(path.name for path in (work / "out").iterdir())
+    assert written == ["index.html", *traces, "report.json", "trace.json"]
+    assert read_report(work / "out").views[0].recorded == 3
+    assert (
+        f'"profiles":{json.dumps(traces, separators=(",", ":"))}'
+        in (work / "out" / "index.html").read_text()
+    )
     before, after = found["held_out"]
     assert after < before
     assert found["way"]["stage"] == 3

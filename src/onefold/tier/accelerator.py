@@ -59,6 +59,23 @@ def model(device: torch.device) -> tuple[str, int]:
     return properties.name, properties.total_memory
 
 
+def record_memory(device: torch.device) -> Callable[[str], None] | None:
+    """Record what CUDA's allocator does from now on; return what ends that and writes a snapshot.
+
+    None for other devices.
+    """
+    if device.type != "cuda":
+        return None
+    history: Any = torch.cuda.memory
+    history._record_memory_history(device=device)
+
+    def write(path: str) -> None:
+        history._dump_snapshot(path)
+        history._record_memory_history(enabled=None, device=device)
+
+    return write
+
+
 def generator(device: torch.device) -> torch.Generator | None:
     """The generator that draws on a device by default; None for the CPU, and without one."""
     if device.type == "cpu":

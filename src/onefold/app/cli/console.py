@@ -3,7 +3,7 @@
 All text is ASCII, except for the bar, which rich draws as the terminal can.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import log
 from pathlib import Path
 from typing import TextIO
@@ -26,6 +26,7 @@ from onefold.text import (
     WIDTH,
     counted,
     format_bytes,
+    format_flops,
     format_rate,
     format_seconds,
     format_share,
@@ -193,7 +194,8 @@ def _resumed_line(resumed: Resumed) -> str:
 
 
 def _speed(progress: Progress) -> str:
-    return f"loss {progress.loss:.3f}   {progress.tokens_per_s:,.0f} bytes/s"
+    work = _work(progress.flops_per_s, progress.mfu)
+    return f"loss {progress.loss:.3f}   {progress.tokens_per_s:,.0f} bytes/s{work}"
 
 
 # onefold generate
@@ -302,11 +304,11 @@ class FinetuneLines(FinetuneObserver):
     def begin(self, steps: int) -> None:
         self._steps = steps
 
-    def advanced(self, step: int, loss: float, tokens_per_s: float, peak_nbytes: int) -> None:
+    def advanced(self, step: int, loss: float, numbers: Mapping[str, float]) -> None:
         due = step * NUM_LINES // max(1, self._steps)
         if due > self._shown:
             self._shown = due
-            speed = _tuning_speed(loss, tokens_per_s, peak_nbytes)
+            speed = _tuning_speed(loss, numbers)
             print(f"step {step:6,d} of {self._steps:,d}   {speed}", file=self._stream, flush=True)
 
 
@@ -327,8 +329,8 @@ class FinetuneBar(FinetuneObserver):
         self._bar.reset(self._task, total=steps, description="loss  -")
         self._bar.start()
 
-    def advanced(self, step: int, loss: float, tokens_per_s: float, peak_nbytes: int) -> None:
-        description = _tuning_speed(loss, tokens_per_s, peak_nbytes)
+    def advanced(self, step: int, loss: float, numbers: Mapping[str, float]) -> None:
+        description = _tuning_speed(loss, numbers)
         self._bar.update(self._task, completed=step, description=description)
 
 
@@ -337,8 +339,21 @@ def finetune_display(stream: TextIO) -> FinetuneObserver:
     return FinetuneBar(stream) if stream.isatty() else FinetuneLines(stream)
 
 
-def _tuning_speed(loss: float, tokens_per_s: float, peak_nbytes: int) -> str:
-    return f"loss {loss:.3f}   {tokens_per_s:,.0f} tokens/s   peak {format_bytes(peak_nbytes)}"
+def _tuning_speed(loss: float, numbers: Mapping[str, float]) -> str:
+    """Write the numbers of a Trainer's logs."""
+    tokens, peak, flops, mfu = (
+        numbers.get(f"onefold_{name}", 0.0)
+        for name in ("tokens_per_s", "peak_bytes", "model_flops_per_s", "mfu")
+    )
+    speed = f"{tokens:,.0f} tokens/s{_work(flops, mfu)}"
+    return f"loss {loss:.3f}   {speed}   peak {format_bytes(peak)}"
+
+
+def _work(flops_per_s: float, mfu: float) -> str:
+    """Write the share of the GPU's peak, else the FLOP/s of a rank, where they are known."""
+    if mfu:
+        return f"   {100 * mfu:.0f} % MFU"
+    return f"   {format_flops(flops_per_s)}" * bool(flops_per_s)
 
 
 def finetune_lines(result: FinetuneResult) -> list[str]:

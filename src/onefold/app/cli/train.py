@@ -97,6 +97,8 @@ def add_to(commands: SubParsers) -> None:
         "DIR, if there is one")
     page("--report", metavar="DIR", help="write a page about the run there: memory and timeline of "
         "one step, loss, bytes sent")
+    page("--profile", metavar="DIR", help="write a trace of torch.profiler of three steps there "
+        "for each rank, and on GPUs a memory snapshot; the page of --report DIR links to them")
     # fmt: on
 
 

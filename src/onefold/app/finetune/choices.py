@@ -40,6 +40,8 @@ class FinetuneJob:
     every: int = 0  # steps between checkpoints; 0: the last step alone
     keep: int = 2
     resume: bool = False
+    report: str | None = None  # a folder for a page about the third step
+    profile: str | None = None  # a folder for torch.profiler's traces
     report_to: str = "none"  # trackers, as Trainer has them
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from onefold.app.finetune.choices import FinetuneJob
 from onefold.app.finetune.row_file import Row, RowFile, open_rows
 from onefold.errors import ConfigError
+from onefold.recording.page import prepare
 from onefold.versions import install_command
 
 if TYPE_CHECKING:
@@ -43,6 +45,9 @@ def preflight(job: FinetuneJob) -> RowFile:
     if job.checkpoint is None and (job.every or job.resume):
         flag = "--every" if job.every else "--resume"
         raise ConfigError(f"--checkpoint with {flag}", "none", hint="pass --checkpoint DIR")
+    for folder in (job.report, job.profile):
+        if folder is not None:
+            prepare(folder, "a report or a profile")
     for out in (job.out, f"{job.out}-merged") if job.merge else (job.out,):
         _check_out(Path(out))
     _check_folder(job.model)
@@ -83,7 +88,7 @@ class FinetuneObserver:
 
     def noted(self, note: str) -> None: ...
 
-    def advanced(self, step: int, loss: float, tokens_per_s: float, peak_nbytes: int) -> None: ...
+    def advanced(self, step: int, loss: float, numbers: Mapping[str, float]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +218,7 @@ class _Run:
         import trl
         from transformers import PrinterCallback
 
-        from onefold.hf import TrainerMixin
+        from onefold.hf import Callback, TrainerMixin
 
         class FinetuneTrainer(TrainerMixin, trl.SFTTrainer): ...
 
@@ -225,9 +230,10 @@ class _Run:
                 cache_dir=f"{self.folder}/{name}", split=datasets.NamedSplit(name),
             )  # fmt: skip
 
-        progress = _Progress(self.observer, requests)
+        progress = _Progress(self.observer, requests, self.job, self.world)
+        callbacks = [progress.callback(), Callback(record=self.job.report)]
         trainer = FinetuneTrainer(
-            self.module, args=self._arguments(trl.SFTConfig), callbacks=[progress.callback()],
+            self.module, args=self._arguments(trl.SFTConfig), callbacks=callbacks,
             train_dataset=part("train", train), processing_class=self.tokenizer,
             eval_dataset=part("held_out", held_out) if held_out else None,
         )  # fmt: skip
@@ -363,7 +369,10 @@ def _newest(job: FinetuneJob) -> bool | None:
 class _Progress:
     """Follows a Trainer: losses and rates to the observer, and a signal into a save."""
 
-    def __init__(self, observer: FinetuneObserver, requests: Any) -> None:
+    def __init__(
+        self, observer: FinetuneObserver, requests: Any, job: FinetuneJob, world: World
+    ) -> None:
+        self._job, self._world = job, world
         self.losses: list[float] = []
         self.stopped_by = 0
         self._observer, self._requests = observer, requests
@@ -379,15 +388,30 @@ class _Progress:
                 if state.global_step >= state.max_steps:  # Trainer would take one more
                     wanted = f"--steps above {state.global_step:,d}, those of the checkpoint"
                     raise ConfigError(wanted, state.max_steps, hint="the run is complete")
-                progress._observer.begin(state.max_steps)
+                progress._begin(state)
+
+            def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                progress.profile.begin(state.global_step)
 
             def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                progress.profile.end(state.global_step - 1)
                 progress._stop(args, state, control)
 
             def on_log(self, args: Any, state: Any, control: Any, **options: Any) -> None:
                 progress._log(state.global_step, options["logs"])
 
         return FinetuneProgress()
+
+    def _begin(self, state: Any) -> None:
+        from onefold.app.tools.step_profile import StepProfile
+
+        self.profile = StepProfile(
+            self._job.profile, rank=self._world.rank, device=self._world.device,
+            first=state.global_step, steps=state.max_steps,
+        )  # fmt: skip
+        if self.profile.note:
+            self._observer.noted(self.profile.note)
+        self._observer.begin(state.max_steps)
 
     def _stop(self, args: Any, state: Any, control: Any) -> None:
         is_last = state.global_step >= state.max_steps
@@ -401,6 +425,4 @@ class _Progress:
     def _log(self, step: int, logs: dict[str, Any]) -> None:
         if "loss" in logs:
             self.losses.append(float(logs["loss"]))
-            rate = float(logs.get("onefold_tokens_per_s", 0.0))
-            peak = int(logs.get("onefold_peak_bytes", 0))
-            self._observer.advanced(step, self.losses[-1], rate, peak)
+            self._observer.advanced(step, self.losses[-1], logs)

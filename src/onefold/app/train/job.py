@@ -48,6 +48,7 @@ class Job:
     every: int = 0  # steps between checkpoints; 0: only the last step, and when interrupted
     keep: int | None = 2  # newest checkpoints that stay; None: all
     report: str | None = None  # a directory for a page about the run; None writes none
+    profile: str | None = None  # a directory for torch.profiler's traces; None writes none
     resume: bool = False  # continue from the newest checkpoint, if there is one
 
     @property

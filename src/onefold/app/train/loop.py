@@ -1,8 +1,10 @@
 """Train for `onefold train`: an ordinary script around one call of `onefold.shard`."""
 
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from math import cos, pi
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 import onefold
 from onefold.app.generate.sources import build_trained, check_trained
 from onefold.app.generate.tokens import one_line, sampled_bytes
+from onefold.app.tools.step_profile import StepProfile
 from onefold.app.train.checkpoints import Checkpoints, StopRequests
 from onefold.app.train.checkpoints import preflight as preflight_checkpoints
 from onefold.app.train.corpus import Corpus, Windows, open_corpus, own_rows
@@ -22,6 +25,7 @@ from onefold.app.train.run_record import (
     RunRecorder,
     TrainObserver,
     TrainResult,
+    known_rates,
     predict,
     trace_of,
     write_report,
@@ -40,6 +44,7 @@ from onefold.planner.models.loader import (
     parts_left_out,
     recompute,
 )
+from onefold.recording.meter import Meter
 from onefold.recording.page import prepare
 from onefold.recording.recorder import stage0_nbytes
 from onefold.wire.world import World
@@ -77,6 +82,8 @@ def preflight(job: Job, world_size: int) -> Corpus:
     preflight_checkpoints(job)
     if job.report is not None:
         prepare(job.report)
+    if job.profile is not None:
+        prepare(job.profile, "a profile")
     return open_corpus(job.data, job.seq)
 
 
@@ -117,12 +124,20 @@ def train(
     if resumed is not None:
         observer.resumed(resumed)
     first = resumed.step if resumed else 0
-    meter = StepMeter(job, world, observer, first)
+    Meter.on_engine(engine_of(module))
+    meter = StepMeter(job, world, observer, first, partial(known_rates, module))
+    profile = StepProfile(
+        job.profile, rank=world.rank, device=world.device, first=first, steps=job.steps
+    )
+    if profile.note:
+        observer.noted(profile.note)
     recorder = RunRecorder(job, module, first, world.device)
     with StopRequests(is_active=job.checkpoint is not None) as requests:
         for step in range(first, job.steps):
+            profile.begin(step)
             with recorder.around_step(step):
                 loss = trainer.step(step)
+            profile.end(step)
             meter.note(loss)
             trainer.checkpoints.after(step + 1, requests)
     observer.trained()
@@ -239,7 +254,11 @@ class Trainer:
 class StepMeter:
     """Reports losses of all ranks, and the speed, to an observer every LOG_STEPS."""
 
-    def __init__(self, job: Job, world: World, observer: TrainObserver, first: int) -> None:
+    def __init__(
+        self, job: Job, world: World, observer: TrainObserver, first: int,
+        rates: Callable[[], dict[str, float]],
+    ) -> None:  # fmt: skip
+        self._rates = rates
         self.losses: list[float] = []  # per step, mean over ranks
         self.step_seconds: list[float] = []  # per step, on this rank
         self._first = first
@@ -274,7 +293,9 @@ class StepMeter:
         speed = len(latest) * self._job.tokens_per_step / max(now - self._reported, 1e-9)
         self._reported = now
         left = self.seconds / taken * (steps - step)
-        self._observer.stepped(Progress(step, sum(latest) / len(latest), speed, left))
+        flops, mfu = map(self._rates().get, ("model_flops_per_s", "mfu"))
+        loss = sum(latest) / len(latest)
+        self._observer.stepped(Progress(step, loss, speed, left, flops or 0.0, mfu or 0.0))
 
 
 @torch.no_grad()

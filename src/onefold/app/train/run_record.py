@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import onefold
+from onefold.api import rates_of
 from onefold.app.train.checkpoints import Resumed
 from onefold.app.train.corpus import Corpus, own_rows
 from onefold.app.train.job import Job
@@ -37,12 +38,10 @@ from onefold.recording.run_report import (
     Training,
 )
 from onefold.recording.step_record import TORCH
+from onefold.recording.third_step import WARM_STEPS
 from onefold.text import format_bytes
 from onefold.tier.host import memory_nbytes, usable_cores, versions
 from onefold.wire.world import World
-
-WARM_STEPS = 2
-"""Steps before the first that is recorded: they allocate buffers and optimizer states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +152,8 @@ class Progress:
     loss: float  # nats per token, mean over ranks, of the last LOG_STEPS
     tokens_per_s: float
     seconds_left: float
+    flops_per_s: float = 0.0  # of rank 0, 0.0 where not known
+    mfu: float = 0.0  # of its GPU
 
 
 class TrainObserver:
@@ -264,9 +265,15 @@ def write_report(
         },
         versions=dict(versions()),
         plan=None if result.predicted is None else result.predicted.as_plan(own.stage),
-        stage0=result.stage0,
+        stage0=result.stage0, rates=known_rates(recorder.module),
     )  # fmt: skip
     return world.group.gather(str(page.write_report(job.report, report, records)))[0]
+
+
+def known_rates(module: nn.Module) -> dict[str, float]:
+    """Return FLOP/s and MFU of this rank in the last steps, where they are known."""
+    rates = rates_of(engine_of(module))
+    return {name: rates[name] for name in ("model_flops_per_s", "mfu") if rates.get(name)}  # type: ignore[misc]
 
 
 def _about(job: Job) -> dict[str, Fact]:
