@@ -24,7 +24,8 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 _KINDS = (Tensor, nn.Parameter, DTensor)
 
-_NAMESPACES = ("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "_dtensor")
+_NAMESPACES = ("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional",
+               "_c10d_functional_autograd", "_dtensor")  # fmt: skip
 """Operations whose products are known. An operation of another library may compute anything."""
 
 _PRODUCT = re.compile("(mm|mv|linear)_?$|rnn|lstm|gru|trilinear|attention|conv(olution|_|[0-9])")

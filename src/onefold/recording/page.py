@@ -30,7 +30,7 @@ def page(report: RunReport, against: RunReport | None = None, profiles: Sequence
 
     `profiles` are names of files in its folder.
     """
-    drawn = {**contents(report, against), "profiles": list(profiles)}
+    drawn = contents(report, against, profiles)
     data = json.dumps(drawn, separators=(",", ":"), allow_nan=False)
     data = data.replace("<", "\\u003c")  # no `<` ends the script element
     filled = {"title": escape(report.title), "data": data}

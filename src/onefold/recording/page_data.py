@@ -42,7 +42,9 @@ MAX_MODULES = 40
 """Modules in the table of activations: the largest ones."""
 
 
-def contents(report: RunReport, against: RunReport | None = None) -> dict[str, Any]:
+def contents(
+    report: RunReport, against: RunReport | None = None, profiles: Sequence[str] = ()
+) -> dict[str, Any]:
     """Return the data that the template's script reads; `against` is compared with the report."""
     data = report.as_json()
     return {
@@ -54,6 +56,7 @@ def contents(report: RunReport, against: RunReport | None = None) -> dict[str, A
         "predicted": predicted_line(report),
         "training": None if report.training is None else _curves(report.training),
         "words": WORDS,
+        "profiles": [*profiles],
         "compared": None if against is None else _compared(against, report),
     }
 
