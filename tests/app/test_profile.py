@@ -120,13 +120,13 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_training(tmp_path)
 
 @pytest.mark.parametrize(
     ("flops", "mfu", "word"),
-    [(123.4e12, 0.0, "123 TFLOP/s"), (400e12, 0.404, "40 % MFU"), (0.0, 0.0, "")],
+    [(98.76e12, 0.0, "98.8 TFLOP/s"), (400e12, 0.404, "40 % MFU"), (0.0, 0.0, "")],
 )
 def test_lines_of_progress_tell_the_work_within_80_columns(flops, mfu, word):
     stream = io.StringIO()
     lines = Lines(stream)
     lines._steps = 10_000
-    lines.stepped(Progress(10_000, 12.345, 1_234_567.0, 3600.0, flops, mfu))
+    lines.stepped(Progress(10_000, 5.545, 1_234_567.0, 3600.0, flops, mfu))
     tuning = FinetuneLines(stream)
     tuning.begin(10_000)
     numbers = {"tokens_per_s": 123_456.0, "peak_bytes": 123 << 30, "model_flops_per_s": flops}

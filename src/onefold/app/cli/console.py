@@ -72,8 +72,8 @@ class Lines(TrainObserver):
         due = progress.step * NUM_LINES // self._steps
         if due > self._shown:
             self._shown = due
-            line = f"step {progress.step:6,d} of {self._steps:,d}   {_speed(progress)}"
-            self._print(f"{line}   {progress.seconds_left:4.0f} s left")
+            line = f"step {progress.step:6,d} of {self._steps:,d}  {_speed(progress)}"
+            self._print(f"{line}  {progress.seconds_left:4.0f} s left")
 
 
 def _bar(stream: TextIO) -> Bar:
@@ -195,7 +195,7 @@ def _resumed_line(resumed: Resumed) -> str:
 
 def _speed(progress: Progress) -> str:
     work = _work(progress.flops_per_s, progress.mfu)
-    return f"loss {progress.loss:.3f}   {progress.tokens_per_s:,.0f} bytes/s{work}"
+    return f"loss {progress.loss:.3f}  {progress.tokens_per_s:,.0f} bytes/s{work}"
 
 
 # onefold generate
@@ -309,7 +309,7 @@ class FinetuneLines(FinetuneObserver):
         if due > self._shown:
             self._shown = due
             speed = _tuning_speed(loss, numbers)
-            print(f"step {step:6,d} of {self._steps:,d}   {speed}", file=self._stream, flush=True)
+            print(f"step {step:6,d} of {self._steps:,d}  {speed}", file=self._stream, flush=True)
 
 
 class FinetuneBar(FinetuneObserver):
@@ -346,14 +346,14 @@ def _tuning_speed(loss: float, numbers: Mapping[str, float]) -> str:
         for name in ("tokens_per_s", "peak_bytes", "model_flops_per_s", "mfu")
     )
     speed = f"{tokens:,.0f} tokens/s{_work(flops, mfu)}"
-    return f"loss {loss:.3f}   {speed}   peak {format_bytes(peak)}"
+    return f"loss {loss:.3f}  {speed}  peak {format_bytes(peak)}"
 
 
 def _work(flops_per_s: float, mfu: float) -> str:
     """Write the share of the GPU's peak, else the FLOP/s of a rank, where they are known."""
     if mfu:
-        return f"   {100 * mfu:.0f} % MFU"
-    return f"   {format_flops(flops_per_s)}" * bool(flops_per_s)
+        return f"  {100 * mfu:.0f} % MFU"
+    return f"  {format_flops(flops_per_s)}" * bool(flops_per_s)
 
 
 def finetune_lines(result: FinetuneResult) -> list[str]:
