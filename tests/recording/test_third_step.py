@@ -166,3 +166,12 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_training(tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="a directory to write a report to"):
         ThirdStep(tmp_path / "file")
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+def test_a_folder_for_a_loop_of_fabric_is_refused_with_what_to_write_instead(tmp_path):
+    fabric = pytest.importorskip("lightning.fabric")
+    from onefold.lightning import Strategy
+
+    with pytest.raises(ConfigError, match=r"(?s)no record= with Fabric.*onefold\.record"):
+        fabric.Fabric(accelerator="cpu", devices=1, strategy=Strategy(record=tmp_path))
