@@ -231,7 +231,9 @@ class _Run:
             )  # fmt: skip
 
         progress = _Progress(self.observer, requests, self.job, self.world)
-        callbacks = [progress.callback(), Callback(record=self.job.report)]
+        callbacks = [progress.callback()]
+        if self.job.report is not None:
+            callbacks.append(Callback(record=self.job.report))
         trainer = FinetuneTrainer(
             self.module, args=self._arguments(trl.SFTConfig), callbacks=callbacks,
             train_dataset=part("train", train), processing_class=self.tokenizer,
