@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from onefold.app.finetune.choices import FinetuneJob
+from onefold.app.finetune.progress import TuningProgress
 from onefold.app.finetune.row_file import Row, RowFile, open_rows
 from onefold.errors import ConfigError
 from onefold.recording.page import prepare
@@ -186,8 +187,7 @@ class _Run:
             begun = time.monotonic()
             trainer.train(resume_from_checkpoint=_newest(job) if job.resume else None)
             seconds = time.monotonic() - begun
-        progress.stopped_by = max(world.group.gather(progress.stopped_by))
-        if progress.stopped_by:
+        if progress.join_stops():
             return self._result(trainer, progress, seconds, None, None, [])
         measured += [self._held_out(trainer)] if held_out else []
         self._write_answer(prompt)
@@ -213,7 +213,7 @@ class _Run:
 
     def _trainer(
         self, train: list[int], held_out: list[int], requests: Any
-    ) -> tuple[Any, _Progress]:
+    ) -> tuple[Any, TuningProgress]:
         import datasets
         import trl
         from transformers import PrinterCallback
@@ -230,7 +230,7 @@ class _Run:
                 cache_dir=f"{self.folder}/{name}", split=datasets.NamedSplit(name),
             )  # fmt: skip
 
-        progress = _Progress(self.observer, requests, self.job, self.world)
+        progress = TuningProgress(self.observer, requests, self.job, self.world)
         callbacks = [progress.callback()]
         if self.job.report is not None:
             callbacks.append(Callback(record=self.job.report))
@@ -329,7 +329,7 @@ class _Run:
         return saved
 
     def _result(
-        self, trainer: Any, progress: _Progress, seconds: float,
+        self, trainer: Any, progress: TuningProgress, seconds: float,
         held_out: tuple[float, float] | None, answer: TunedAnswer | None, saved: list[str],
     ) -> FinetuneResult:  # fmt: skip
         import onefold
@@ -366,65 +366,3 @@ def _work_folder(job: FinetuneJob) -> Path:
 def _newest(job: FinetuneJob) -> bool | None:
     """True where the folder of checkpoints has one to go on from."""
     return any(Path(job.checkpoint or "").glob("checkpoint-*")) or None
-
-
-class _Progress:
-    """Follows a Trainer: losses and rates to the observer, and a signal into a save."""
-
-    def __init__(
-        self, observer: FinetuneObserver, requests: Any, job: FinetuneJob, world: World
-    ) -> None:
-        self._job, self._world = job, world
-        self.losses: list[float] = []
-        self.stopped_by = 0
-        self._observer, self._requests = observer, requests
-
-    def callback(self) -> Any:
-        """Return a callback of transformers that reports here."""
-        from transformers import TrainerCallback
-
-        progress = self
-
-        class FinetuneProgress(TrainerCallback):
-            def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-                if state.global_step >= state.max_steps:  # Trainer would take one more
-                    wanted = f"--steps above {state.global_step:,d}, those of the checkpoint"
-                    raise ConfigError(wanted, state.max_steps, hint="the run is complete")
-                progress._begin(state)
-
-            def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-                progress.profile.begin(state.global_step)
-
-            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-                progress.profile.end(state.global_step - 1)
-                progress._stop(args, state, control)
-
-            def on_log(self, args: Any, state: Any, control: Any, **options: Any) -> None:
-                progress._log(state.global_step, options["logs"])
-
-        return FinetuneProgress()
-
-    def _begin(self, state: Any) -> None:
-        from onefold.app.tools.step_profile import StepProfile
-
-        self.profile = StepProfile(
-            self._job.profile, rank=self._world.rank, device=self._world.device,
-            first=state.global_step, steps=state.max_steps,
-        )  # fmt: skip
-        if self.profile.note:
-            self._observer.noted(self.profile.note)
-        self._observer.begin(state.max_steps)
-
-    def _stop(self, args: Any, state: Any, control: Any) -> None:
-        is_last = state.global_step >= state.max_steps
-        if args.save_strategy != "no" and is_last:
-            control.should_save = True
-        if self._requests.received and not is_last:
-            self.stopped_by = self._requests.received
-            for flag in ("should_save", "should_training_stop"):
-                setattr(control, flag, True)
-
-    def _log(self, step: int, logs: dict[str, Any]) -> None:
-        if "loss" in logs:
-            self.losses.append(float(logs["loss"]))
-            self._observer.advanced(step, self.losses[-1], logs)
