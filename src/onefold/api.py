@@ -293,7 +293,7 @@ def _share_of_peak(rates: Rates, device: torch.device) -> float:
 
     names = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
     dtype = names.get(rates.dtype, "fp8")
-    if dtype == "fp32" and torch.backends.cuda.matmul.allow_tf32:
+    if dtype == "fp32" and accelerator.multiplies_in_tf32():
         dtype = "tf32"
     return rates.flops_per_s / peak_of(accelerator.model(device)[0], dtype)
 

@@ -37,6 +37,11 @@ def computes_bf16() -> bool:
     return kind() != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
+def multiplies_in_tf32() -> bool:
+    """True if CUDA multiplies fp32 matrices in tf32."""
+    return torch.backends.cuda.matmul.allow_tf32
+
+
 def current_index() -> int:
     """The number of the accelerator that this thread uses."""
     return torch.accelerator.current_device_index()
