@@ -24,6 +24,12 @@ FlagType = Callable[[str, str], Any]
 
 MAX_HELP_WIDTH = 100
 
+PROFILE = (
+    "write a trace of torch.profiler of three steps there for each rank, and on GPUs a memory "
+    "snapshot; the page of --report DIR links to them"
+)
+"""The help of `--profile`."""
+
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Shows the default of each flag that has one, at most 100 columns wide."""

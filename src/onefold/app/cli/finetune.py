@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 from onefold.app.cli import config_file
 from onefold.app.cli.arguments import (
+    PROFILE,
     SubParsers,
     add_command,
     natural,
@@ -106,10 +107,8 @@ def add_to(commands: SubParsers) -> None:
         "2)")
     loop("--report-to", default=words["report_to"], metavar="NAME", help="a tracker, as in "
         "transformers: tensorboard, wandb")
-    loop("--report", metavar="DIR", help="write a page about the third step there: memory, "
-        "timeline, bytes sent")
-    loop("--profile", metavar="DIR", help="write a trace of torch.profiler of three steps there "
-        "for each rank, and on GPUs a memory snapshot; the page of --report DIR links to them")
+    loop("--report", metavar="DIR", help="write a page about the third step there")
+    loop("--profile", metavar="DIR", help=PROFILE)
     saves("--checkpoint", metavar="DIR", help="save there after the last step, and when "
         "interrupted (SIGTERM, Ctrl-C)")
     saves("--every", type=positive, metavar="N", help="save after every N steps as well")

@@ -9,6 +9,7 @@ from typing import Any
 
 from onefold.app.cli import config_file
 from onefold.app.cli.arguments import (
+    PROFILE,
     SubParsers,
     add_command,
     natural,
@@ -95,10 +96,8 @@ def add_to(commands: SubParsers) -> None:
         "keep")
     page("--resume", action="store_true", help="continue from the newest complete checkpoint in "
         "DIR, if there is one")
-    page("--report", metavar="DIR", help="write a page about the run there: memory and timeline of "
-        "one step, loss, bytes sent")
-    page("--profile", metavar="DIR", help="write a trace of torch.profiler of three steps there "
-        "for each rank, and on GPUs a memory snapshot; the page of --report DIR links to them")
+    page("--report", metavar="DIR", help="write a page about the run there: memory, timeline, loss")
+    page("--profile", metavar="DIR", help=PROFILE)
     # fmt: on
 
 
