@@ -125,6 +125,12 @@ def draw(directory: Path, report: RunReport, against: RunReport | None = None) -
     return target
 
 
+def redraw(directory: str | os.PathLike[str]) -> None:
+    """Draw the page again, with links to profiles that came later; nothing without a report."""
+    if (Path(directory) / DATA).exists():
+        draw(Path(directory), read_report(directory))
+
+
 def read_report(directory: str | os.PathLike[str]) -> RunReport:
     """Read the report of a directory. Raises `ConfigError` if it is absent or damaged."""
     path = Path(directory) / DATA

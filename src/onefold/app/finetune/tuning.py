@@ -20,7 +20,7 @@ from onefold.app.finetune.choices import FinetuneJob
 from onefold.app.finetune.progress import TuningProgress
 from onefold.app.finetune.row_file import Row, RowFile, open_rows
 from onefold.errors import ConfigError
-from onefold.recording.page import prepare
+from onefold.recording.page import prepare, redraw
 from onefold.versions import install_command
 
 if TYPE_CHECKING:
@@ -187,7 +187,10 @@ class _Run:
             begun = time.monotonic()
             trainer.train(resume_from_checkpoint=_newest(job) if job.resume else None)
             seconds = time.monotonic() - begun
-        if progress.join_stops():
+        stopped_by = progress.join_stops()  # by now all ranks have written their profiles
+        if job.report is not None and world.rank == 0:
+            redraw(job.report)
+        if stopped_by:
             return self._result(trainer, progress, seconds, None, None, [])
         measured += [self._held_out(trainer)] if held_out else []
         self._write_answer(prompt)
