@@ -129,5 +129,17 @@ def axes(rank: int, folder: str) -> None:
     refused(message, lambda: onefold.save(f"{folder}/saved", part), CheckpointError)
 
 
+def in_tiles(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    made = nn.Sequential(nn.Linear(8, 8))
+    onefold.shard(made, mesh=mesh["dp"], stage=3, offload=onefold.Offload(tile=64))
+    schedule = Schedule1F1B(stage(made, mesh), 4, loss_fn=mean_loss)
+    refused("gathered in row blocks", lambda: onefold.pipeline(schedule))
+
+
+def test_a_stage_with_weights_in_tiles_is_refused_for_its_gradients_were_wrong():
+    run_processes(2, in_tiles)
+
+
 def test_axes_that_do_not_multiply_to_the_world_are_refused(tmp_path):
     run_processes(4, axes, str(tmp_path), timeout_s=120)

@@ -3,7 +3,7 @@
 Pairs of values: 3,243 by the seeds 0-33, 4,255 by these, 7,136 by the pool of 1,000.
 After a change of mesh_drawing.py, choose again.
 
-Left out by hand: 148 (a pipeline of units in tiles has wrong gradients), 165 (torch 2.13 cannot
+Left out by hand: 148 (a pipeline of units in tiles, which is refused), 165 (torch 2.13 cannot
 evaluate schedules whose last stage lies beside the first one), 287 and 913 (16 CPU seconds each).
 """
 

@@ -87,7 +87,7 @@ def pipeline(schedule: Schedule, *, window: Window = None, tied: Tied = None) ->
 
     def check() -> list[str]:
         check_window(window)
-        engines.update(engines_of(stages, splits=splits))
+        engines.update(engines_of(stages))
         return _facts(schedule, window, tied)
 
     sharded = [find_engine(stage.submod) for stage in stages]  # where there is a problem, too
@@ -221,7 +221,7 @@ def check_window(window: object) -> None:
         raise ConfigError(wanted, repr(window), hint=hint)
 
 
-def engines_of(stages: Sequence[Any], *, splits: bool) -> dict[int, Engine]:
+def engines_of(stages: Sequence[Any]) -> dict[int, Engine]:
     """Return the engine of each stage's module, by stage. Raises `ConfigError`."""
     engines = dict[int, Engine]()
     for stage in stages:
@@ -239,11 +239,10 @@ def engines_of(stages: Sequence[Any], *, splits: bool) -> dict[int, Engine]:
                 "a stage that no schedule drives yet", "one in use", where=where, hint=hint
             )
         tiled = [unit.name for unit in engine.units if unit.is_tiled]
-        if splits and tiled:
-            hint = "take a schedule with whole backwards, or leave Offload(tile=) out"
-            wanted = "whole weights, for a schedule that runs backwards of weights apart"
+        if tiled:
+            wanted = "whole weights in the stages of a pipeline"
             got = f"unit {tiled[0]!r}, which is gathered in row blocks"
-            raise ConfigError(wanted, got, where=where, hint=hint)
+            raise ConfigError(wanted, got, where=where, hint="leave Offload(tile=) out")
         _check_axes(stage, engine, where)
         engines[stage.stage_index] = engine
     _check_shared(engines)
