@@ -39,7 +39,7 @@ def computes_bf16() -> bool:
 
 def multiplies_in_tf32() -> bool:
     """True if CUDA multiplies fp32 matrices in tf32."""
-    return torch.backends.cuda.matmul.allow_tf32
+    return bool(torch.backends.cuda.matmul.allow_tf32)
 
 
 def current_index() -> int:

@@ -294,8 +294,8 @@ class StepMeter:
         self._reported = now
         left = self.seconds / taken * (steps - step)
         flops, mfu = map(self._rates().get, ("model_flops_per_s", "mfu"))
-        loss = sum(latest) / len(latest)
-        self._observer.stepped(Progress(step, loss, speed, left, flops or 0.0, mfu or 0.0))
+        mean = sum(latest) / len(latest)
+        self._observer.stepped(Progress(step, mean, speed, left, flops or 0.0, mfu or 0.0))
 
 
 @torch.no_grad()
