@@ -373,7 +373,7 @@ def test_without_a_terminal_progress_is_lines_and_the_table_equals_the_closed_fo
     assert done.stderr == ""
     assert "\x1b" not in done.stdout
     assert done.stdout.isascii()
-    assert "step      3 of 3   loss" in done.stdout
+    assert "step      3 of 3  loss" in done.stdout
     assert "held-out loss" in done.stdout
     for kind in ("weight", "grad", "optimizer"):
         (row,) = [line for line in done.stdout.splitlines() if line.startswith(kind)]

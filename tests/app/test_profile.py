@@ -120,7 +120,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_training(tmp_path)
 
 @pytest.mark.parametrize(
     ("flops", "mfu", "word"),
-    [(98.76e12, 0.0, "98.8 TFLOP/s"), (400e12, 0.404, "40 % MFU"), (0.0, 0.0, "")],
+    [(98.76e12, 0.0, "98.8 TFLOP/s"), (400e12, 0.404, "40.4 % MFU"), (0.0, 0.0, "")],
 )
 def test_lines_of_progress_tell_the_work_within_80_columns(flops, mfu, word):
     stream = io.StringIO()

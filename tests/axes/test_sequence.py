@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import onefold
 from onefold.errors import ConfigError, StateError, WireError
@@ -51,8 +52,11 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Tokens to logits, in fp64."""
 
-    def __init__(self, heads: int = 4, kv_heads: int = 2, causal: bool = True) -> None:
+    def __init__(
+        self, heads: int = 4, kv_heads: int = 2, causal: bool = True, recompute: bool | None = None
+    ) -> None:
         super().__init__()
+        self.recompute = recompute  # None: not; else whether reentrant
         self.tokens, self.places = nn.Embedding(VOCAB, WIDTH), nn.Embedding(64, WIDTH)
         self.blocks = nn.ModuleList(Block(heads, kv_heads, causal) for _ in range(2))
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
@@ -65,7 +69,10 @@ class Net(nn.Module):
             position_ids = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.tokens(tokens) + self.places(position_ids)
         for block in self.blocks:
-            x = block(x, mask)
+            if self.recompute is None:
+                x = block(x, mask)
+            else:
+                x = checkpoint(block, x, mask, use_reentrant=self.recompute)
         return self.head(x)
 
 

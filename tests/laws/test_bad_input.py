@@ -270,7 +270,7 @@ def test_states_that_a_constructor_made_on_meta_are_refused(rank, stage):
             optimizer.zero_grad()
     with onefold.unsharded(module):
         for got, wanted in zip(module.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(got, wanted)
+            torch.testing.assert_close(got, wanted, rtol=0, atol=1e-7)  # sums of 0: 0.05 off
 
 
 @sharded_stages

@@ -12,8 +12,6 @@ import torch
 from torch import nn
 
 import onefold
-from onefold import api
-from onefold.compose.parts import Choices
 from onefold.config import stage_of
 from onefold.errors import ConfigError
 from onefold.planner.clusters import Cluster, parsed
@@ -177,7 +175,7 @@ def test_states_and_messages_of_each_rank_are_those_of_a_run_with_its_share(stag
     def body(rank: int) -> Report:
         module = seeded(gpt_on_cpu)
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
-        api._shard(module, optimizer, None, Choices(stage=stage, shares=shares))
+        onefold.shard(module, optimizer, stage=stage, shares=shares)
         tokens = torch.arange(rows[rank] * SEQ).view(rows[rank], SEQ) % 256
         for _ in range(2):
             for _ in range(accumulate - 1):

@@ -352,7 +352,7 @@ def _tuning_speed(loss: float, numbers: Mapping[str, float]) -> str:
 def _work(flops_per_s: float, mfu: float) -> str:
     """Write the share of the GPU's peak, else the FLOP/s of a rank, where they are known."""
     if mfu:
-        return f"  {100 * mfu:.0f} % MFU"
+        return f"  {format_share(mfu)} MFU"
     return f"  {format_flops(flops_per_s)}" * bool(flops_per_s)
 
 
