@@ -51,20 +51,29 @@ for tag in events.Tags()["scalars"]:
 """,
     "wandb": """
 run.finish()
-import pathlib, struct
+wandb.teardown()
+import pathlib, struct, time
 from wandb.proto.wandb_internal_pb2 import Record
 
-data = next(pathlib.Path("wandb").glob("offline-run-*/*.wandb")).read_bytes()
-at, found = 7, []  # a header, then records of a LevelDB log: crc, length, kind
-while at + 7 <= len(data):
-    _, length, kind = struct.unpack_from("<IHB", data, at)
-    assert kind == 1, "a record in one piece"
-    record = Record.FromString(data[at + 7 : at + 7 + length])
-    at += 7 + length
-    if record.WhichOneof("record_type") == "history":
-        items = {item.key or item.nested_key[0]: json.loads(item.value_json)
-                 for item in record.history.item}
-        found.append({k: v for k, v in items.items() if not k.startswith("_")})
+def history():
+    data = next(pathlib.Path("wandb").glob("offline-run-*/*.wandb")).read_bytes()
+    at, found = 7, []  # a header, then records of a LevelDB log: crc, length, kind
+    while at + 7 <= len(data):
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        assert kind == 1, "a record in one piece"
+        if at + 7 + length > len(data):
+            break
+        record = Record.FromString(data[at + 7 : at + 7 + length])
+        at += 7 + length
+        if record.WhichOneof("record_type") == "history":
+            items = {item.key or item.nested_key[0]: json.loads(item.value_json)
+                     for item in record.history.item}
+            found.append({k: v for k, v in items.items() if not k.startswith("_")})
+    return found
+
+until = time.monotonic() + 120
+while len(found := history()) < len(loader) and time.monotonic() < until:
+    time.sleep(0.1)  # another process writes it, on a full machine after `finish` (wandb 0.31)
 """,
 }
 
