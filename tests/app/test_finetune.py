@@ -340,7 +340,8 @@ def test_texts_train_at_the_losses_of_plain_trl(work):
 )
 def test_a_folder_that_cannot_be_tuned_on_chats_is_named(work, change, words, monkeypatch):
     from onefold.app.finetune.choices import FinetuneJob
-    from onefold.app.finetune.tuning import FinetuneObserver, finetune
+    from onefold.app.finetune.progress import FinetuneObserver
+    from onefold.app.finetune.tuning import finetune
     from onefold.wire.collectives import Group
     from onefold.wire.world import World
 

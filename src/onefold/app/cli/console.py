@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from onefold.app.finetune.tuning import FinetuneObserver, FinetuneResult
+from onefold.app.finetune.progress import FinetuneObserver
+from onefold.app.finetune.tuning import FinetuneResult
 from onefold.app.generate.run import WARM_PASSES, Generated, Loaded
 from onefold.app.generate.sources import TOKENIZERS
 from onefold.app.generate.tokens import printable

@@ -157,7 +157,8 @@ def _finetune_rank(arguments: argparse.Namespace, job: FinetuneJob) -> int:
 
     _quieten()
     from onefold.app.cli.console import finetune_display, finetune_lines
-    from onefold.app.finetune.tuning import FinetuneObserver, finetune, preflight
+    from onefold.app.finetune.progress import FinetuneObserver
+    from onefold.app.finetune.tuning import finetune, preflight
     from onefold.tier.host import versions
     from onefold.wire.world import joined
 

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from onefold.errors import ConfigError
 
 if TYPE_CHECKING:
     from onefold.app.finetune.choices import FinetuneJob
-    from onefold.app.finetune.tuning import FinetuneObserver
     from onefold.wire.world import World
+
+
+class FinetuneObserver:
+    """Receives the events of a run on one rank. This one ignores them."""
+
+    def __enter__(self) -> FinetuneObserver:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def begin(self, steps: int) -> None: ...
+
+    def noted(self, note: str) -> None: ...
+
+    def advanced(self, step: int, loss: float, numbers: Mapping[str, float]) -> None: ...
 
 
 class TuningProgress:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from onefold.app.finetune.choices import FinetuneJob
-from onefold.app.finetune.progress import TuningProgress
+from onefold.app.finetune.progress import FinetuneObserver, TuningProgress
 from onefold.app.finetune.row_file import Row, RowFile, open_rows
 from onefold.errors import ConfigError
 from onefold.recording.page import prepare, redraw
@@ -75,21 +74,6 @@ def _check_out(out: Path) -> None:
     if not above.is_dir() or not os.access(above, os.W_OK):
         hint = "name a folder that you may write to"
         raise ConfigError(f"--out {str(out)!r} to be writable", f"{above} is not", hint=hint)
-
-
-class FinetuneObserver:
-    """Receives the events of a run on one rank. This one ignores them."""
-
-    def __enter__(self) -> FinetuneObserver:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def begin(self, steps: int) -> None: ...
-
-    def noted(self, note: str) -> None: ...
-
-    def advanced(self, step: int, loss: float, numbers: Mapping[str, float]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
