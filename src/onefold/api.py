@@ -286,13 +286,13 @@ def rates_of(engine: Engine) -> dict[str, float | None]:
 
 
 def _share_of_peak(rates: Rates, device: torch.device) -> float:
-    """Return the FLOP/s as a share of the GPU's dense peak; 0.0 where no table has the GPU."""
+    """Return the FLOP/s as a share of the GPU's dense peak; 0.0 where the table lacks it."""
     if device.type != "cuda":
         return 0.0
     from onefold.planner.machines import peak_of
 
     names = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-    dtype = names.get(rates.dtype, "fp8")
+    dtype = names.get(rates.dtype, "fp8" if rates.dtype.itemsize == 1 else "")
     if dtype == "fp32" and accelerator.multiplies_in_tf32():
         dtype = "tf32"
     return rates.flops_per_s / peak_of(accelerator.model(device)[0], dtype)

@@ -251,3 +251,7 @@ def test_mfu_is_the_share_of_the_peak_of_the_dtype(monkeypatch):
     rates = Rates(0.0, 1.0, 98.9e12, torch.bfloat16)
     assert api._share_of_peak(rates, torch.device("cuda")) == pytest.approx(0.1)
     assert api._share_of_peak(rates, torch.device("cpu")) == 0
+    eighth = rates._replace(dtype=torch.float8_e4m3fn)
+    assert api._share_of_peak(eighth, torch.device("cuda")) == pytest.approx(0.05, rel=1e-3)
+    double = rates._replace(dtype=torch.float64)
+    assert api._share_of_peak(double, torch.device("cuda")) == 0, "no sheet's peak is in the table"

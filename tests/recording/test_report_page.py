@@ -178,6 +178,17 @@ def test_a_sentence_says_how_long_the_step_waits_and_for_whom():
     )
 
 
+def test_waits_for_another_tier_are_named_also_where_another_rank_than_0_waits():
+    at_work, waits = (
+        replace(made_up.record(), rank=rank, seconds=1.0, spans=(
+            SpanLine("compute", verb, "", 0.0, 0.4, 0),
+            SpanLine("compute", "forward", "", 0.4, 1.0, 0),
+        )) for rank, verb in enumerate(("forward", "wait_step"))
+    )  # fmt: skip
+    report = made_up.report(at_work, waits)
+    assert report.diagnosis == "40 % of the step waits for optimizer steps on another tier."
+
+
 def test_the_page_opens_on_the_rank_that_its_headline_is_about():
     """A step that does not wait opens on rank 0."""
     for shares, opens in (((0.34, 0.01), 0), ((0.1, 0.02, 0.5), 2), ((0.3, 0.4), 1),

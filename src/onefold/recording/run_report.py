@@ -202,7 +202,7 @@ class RunReport:
         share = format_share(most.wait_share)
         if most.wait_share < SMALL_WAIT:
             return f"The step computes: at most {share} of it waits."
-        behind = sum(row[3] for row in self.views[0].times if row[0] == "wait_step")
+        behind = sum(row[3] for row in self.views[self.opens].times if row[0] == "wait_step")
         if behind > most.wait_s / 2:
             return f"{share} of the step waits for optimizer steps on another tier."
         if most.wait_s - least.wait_s > most.wait_s / 2:

@@ -273,7 +273,7 @@ def write_report(
 def known_rates(module: nn.Module) -> dict[str, float]:
     """Return FLOP/s and MFU of this rank in the last steps, where they are known."""
     rates = rates_of(engine_of(module))
-    return {name: rates[name] for name in ("model_flops_per_s", "mfu") if rates.get(name)}  # type: ignore[misc]
+    return {name: rate for name in ("model_flops_per_s", "mfu") if (rate := rates.get(name))}
 
 
 def _about(job: Job) -> dict[str, Fact]:
