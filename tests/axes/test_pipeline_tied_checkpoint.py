@@ -18,7 +18,8 @@ from onefold.engine.pipelined import TIE
 from onefold.errors import CheckpointError
 from onefold.planner.models.gpt import GPT, GPTStage
 from tests.support.composed import LR, Named, batch, check_bits, gpt, loss_of, of_all, state_of
-from tests.support.pipelines import MICROBATCHES, ROWS, SCHEDULES, SINGLE, WIDTH, Block, mesh_of
+from tests.support.pipelines import MICROBATCHES, ROWS, SCHEDULES, WIDTH, Block, mesh_of
+from tests.support.programs.meshes import EACH_ONE
 from tests.support.ranks import run_processes, seeded
 
 pytestmark = pytest.mark.process
@@ -36,8 +37,8 @@ class Pipe:
 
     def __init__(self, kind: str, mesh: DeviceMesh, seed: int = 0) -> None:
         self.mesh, rank = mesh, mesh.get_local_rank("pp")
-        num = 2 if kind in SINGLE else 4
-        mine = [rank] if kind in SINGLE else [rank, num - 1 - rank]
+        num = 2 if kind in EACH_ONE else 4
+        mine = [rank] if kind in EACH_ONE else [rank, num - 1 - rank]
         whole = made(seed=seed)
         copy = nn.Parameter(whole.head.weight.detach().clone())
         whole.head.weight = copy  # one process has one parameter, a stage has a copy
@@ -48,7 +49,7 @@ class Pipe:
             onefold.shard(module, self.optimizers[-1], stage=KINDS[kind], mesh=mesh["dp"])
             group = mesh["pp"].get_group()
             self.stages.append(PipelineStage(module, index, num, torch.device("cpu"), group=group))
-        stages: Any = self.stages[0] if kind in SINGLE else self.stages
+        stages: Any = self.stages[0] if kind in EACH_ONE else self.stages
         schedule = SCHEDULES[kind](stages, MICROBATCHES, loss_fn=loss_of)
         self.schedule = onefold.pipeline(schedule, tied=[(FIRST, LAST)])
 

@@ -13,7 +13,8 @@ from torch.distributed.pipelining import PipelineStage
 import onefold
 from onefold.axes.clipping import IS_COPY
 from onefold.errors import ConfigError, OnefoldError
-from tests.support.pipelines import MICROBATCHES, SCHEDULES, SINGLE, WIDTH, Block, mesh_of
+from tests.support.pipelines import MICROBATCHES, SCHEDULES, WIDTH, Block, mesh_of
+from tests.support.programs.meshes import EACH_ONE
 from tests.support.ranks import run_processes, seeded
 
 pytestmark = pytest.mark.process
@@ -52,8 +53,10 @@ def tokens(dp, seed=1):
 def stages_of(kind, stage, mesh, made=None):
     """This rank's stage modules, sharded, their optimizers and a schedule."""
     pp, size = mesh["pp"].get_local_rank(), mesh["pp"].size()
-    num = size if kind in SINGLE else 2 * size
-    mine = [pp] if kind in SINGLE else [pp, num - 1 - pp if kind == "ZBVZeroBubble" else pp + size]
+    num = size if kind in EACH_ONE else 2 * size
+    mine = (
+        [pp] if kind in EACH_ONE else [pp, num - 1 - pp if kind == "ZBVZeroBubble" else pp + size]
+    )
     made = made or parts(num)
     optimizers, stages = [], []
     for i in mine:
@@ -61,7 +64,7 @@ def stages_of(kind, stage, mesh, made=None):
         onefold.shard(made[i], optimizers[-1], stage=stage, mesh=mesh["dp"])
         group = mesh["pp"].get_group()
         stages.append(PipelineStage(made[i], i, num, torch.device("cpu"), group=group))
-    built = SCHEDULES[kind](stages[0] if kind in SINGLE else stages, MICROBATCHES, loss_fn=loss)
+    built = SCHEDULES[kind](stages[0] if kind in EACH_ONE else stages, MICROBATCHES, loss_fn=loss)
     return {i: made[i] for i in mine}, optimizers, built
 
 
@@ -86,7 +89,7 @@ def trains_as_one(mesh):
     for kind, stage in [
         ("1F1B", 0), ("GPipe", 2), ("ZBVZeroBubble", 3),
     ]:  # fmt: skip
-        num = mesh["pp"].size() * (1 if kind in SINGLE else 2)
+        num = mesh["pp"].size() * (1 if kind in EACH_ONE else 2)
         wanted, optimizer = one_process(num)
         modules, optimizers, schedule = stages_of(kind, stage, mesh)
         onefold.pipeline(schedule, tied=TIED)

@@ -10,34 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 import onefold
 from onefold.engine.driving import Verb
 from onefold.engine.registry import engine_of
+from tests.support.programs.meshes import BACK, EACH_ONE, EACH_TWO
 from tests.support.ranks import seeded
 
-SCHEDULES: dict[str, Any] = {
-    "GPipe": ScheduleGPipe,
-    "1F1B": Schedule1F1B,
-    "Interleaved1F1B": ScheduleInterleaved1F1B,
-    "LoopedBFS": ScheduleLoopedBFS,
-    "InterleavedZeroBubble": ScheduleInterleavedZeroBubble,
-    "ZBVZeroBubble": ScheduleZBVZeroBubble,
-    "DualPipeV": ScheduleDualPipeV,
-}
-SINGLE = ("GPipe", "1F1B")
-LOOPS = ("ZBVZeroBubble", "DualPipeV")  # the last stage lies beside the first one
+SCHEDULES: dict[str, Any] = {**EACH_ONE, **EACH_TWO}
 WIDTH, LAYERS, MICROBATCHES, ROWS = 12, 4, 4, 8
 
 
@@ -85,8 +67,8 @@ class Pipe:
         gc.collect()  # a pipe is a cycle: the last one keeps its connections and their threads
         self.mesh = mesh
         pp, size = mesh["pp"].get_local_rank(), mesh["pp"].size()
-        num = size * (1 if kind in SINGLE else 2)
-        mine = [pp] if kind in SINGLE else [pp, num - 1 - pp if kind in LOOPS else pp + size]
+        num = size * (1 if kind in EACH_ONE else 2)
+        mine = [pp] if kind in EACH_ONE else [pp, num - 1 - pp if kind in BACK else pp + size]
         whole = model if model is not None else blocks()
         per = len(whole) // num
         self.modules = {i: whole[i * per : (i + 1) * per] for i in mine}  # under their names
@@ -98,7 +80,7 @@ class Pipe:
             self.optimizers.append(optimizer)
             group, device = mesh["pp"].get_group(), next(module.parameters()).device
             self.stages.append(PipelineStage(module, i, num, device, group=group))
-        stages = self.stages[0] if kind in SINGLE else self.stages
+        stages = self.stages[0] if kind in EACH_ONE else self.stages
         self.schedule = SCHEDULES[kind](stages, MICROBATCHES, loss_fn=loss, scale_grads=scale_grads)
         if drives:
             assert onefold.pipeline(self.schedule, window=window, tied=tied) is self.schedule
