@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from torch import nn
 
 import onefold
 from tests.support.fresh import run_scripts
+from tests.support.ports import free_port
 from tests.support.ranks import run_processes, seeded
 
 pytestmark = pytest.mark.process
@@ -162,10 +162,7 @@ for step in range(3):
 
 def test_a_rank_that_raises_is_named_by_the_others_and_all_are_gone_in_seconds(tmp_path):
     """Its peers wait for its backward; gloo's destructor would wait for theirs."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    (done,) = run_scripts([RAISES.format(folder=str(tmp_path), port=port)])
+    (done,) = run_scripts([RAISES.format(folder=str(tmp_path), port=free_port())])
     ends = json.loads(done.stdout)
     assert "ValueError: a bad row" in (tmp_path / "1").read_text()
     text = (tmp_path / "0").read_text()

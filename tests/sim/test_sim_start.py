@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import runpy
-import socket
 import time
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from onefold.wire.roll_call import PATIENCE_S
 from tests.sim import building, device
 from tests.sim.ranks import run_sim
+from tests.support.ports import free_port
 
 pytestmark = [
     pytest.mark.process,
@@ -45,10 +45,7 @@ def late(rank: int, port: int) -> tuple[str, float, int]:
 
 
 def test_the_documented_script_runs_though_a_rank_is_late():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    for backends, loss, waits in run_sim(2, late, port, backend=None):
+    for backends, loss, waits in run_sim(2, late, free_port(), backend=None):
         assert backends == device.BACKENDS
         assert loss < 3.0  # of 5.5
         assert waits == 0, "a wait with a limit blocks the host, and ends NCCL's communicator"

@@ -83,13 +83,6 @@ def torchrun(
     return Command(body, argv, cwd, timeout_s, forks_ranks=forks_ranks).end()
 
 
-def free_port() -> int:
-    """A port that no process listens on."""
-    with socket.socket() as held:
-        held.bind(("localhost", 0))
-        return int(held.getsockname()[1])
-
-
 def script(path: Path, *, timeout_s: float = HANG_S) -> subprocess.CompletedProcess[str]:
     """`python path` on one thread, up to its end."""
     argv = [sys.executable, str(path)]

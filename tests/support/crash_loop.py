@@ -16,7 +16,6 @@ import math
 import os
 import random
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -34,6 +33,7 @@ import onefold
 from onefold.checkpoint.directory import find
 from tests.support.forking import HANG_S
 from tests.support.models import Model, next_token_loss, token_batches
+from tests.support.ports import free_port
 from tests.support.ranks import seeded
 
 SHORTEST_S, LONGEST_S = 0.02, 4.0
@@ -96,7 +96,7 @@ def run_once(
 ) -> str:
     """A life: "finished", or the phase in which rank 0 was when the signal came."""
     context = mp.get_context("fork")
-    port = _free_port()
+    port = free_port()
     ranks = [
         context.Process(target=life, args=(rank, folder, port, steps, is_async))
         for rank in range(2)
@@ -122,12 +122,6 @@ def run_once(
     _kill(ranks, victims)
     _kill(ranks, [0, 1])
     return phase
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _kill(ranks: list[Any], victims: list[int]) -> None:

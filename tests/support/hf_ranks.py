@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tests.support.commands import free_port
+from tests.support.ports import free_port
 from tests.support.ranks import run_processes
 
 

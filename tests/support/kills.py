@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -28,6 +27,7 @@ from torch import nn
 
 import onefold
 from tests.support.models import Model, next_token_loss, token_batches
+from tests.support.ports import free_port
 from tests.support.ranks import seeded
 
 RANKS = 3
@@ -122,9 +122,7 @@ def _rank(rank: int, port: int, work: Callable[[Path], Work], folder: Path) -> N
 
 def kill_once(work: str, victim: int, delay: float) -> dict[int, End]:
     """One life: how each rank that was not killed has ended."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     folder, ranks = Path(tempfile.mkdtemp()), dict[int, int]()
     for rank in range(RANKS):
         pid = os.fork()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import re
-import socket
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +24,7 @@ from onefold.errors import TierError
 from onefold.layout.ledger import Kind, Ledger
 from onefold.unit.shortage import PAGE, explain, explained, is_shortage
 from tests.support.fresh import run_scripts
+from tests.support.ports import free_port
 from tests.support.ranks import every_rank, run_ranks, seeded
 from tests.support.rows import worlds_in_turn
 
@@ -353,20 +352,14 @@ CASES = [(where, world_size) for where in PLACES for world_size in (2, 3)]
 def said(tmp_path_factory):
     """What each rank wrote to stderr, and what the ledger of rank 1 held, by case."""
     folders = {case: str(tmp_path_factory.mktemp(case[0])) for case in CASES}
-    with ExitStack() as probes:
-        sockets = [probes.enter_context(socket.socket()) for _ in CASES]
-        for probe in sockets:
-            probe.bind(("127.0.0.1", 0))
-        ports = [probe.getsockname()[1] for probe in sockets]
-    cases = [
-        (folders[case], case[1], case[0], port) for case, port in zip(CASES, ports, strict=True)
-    ]
+    cases = [(folders[case], case[1], case[0], free_port()) for case in CASES]
     run_scripts([f"CASES = {cases}\n{SCRIPT}"])
-    return {
-        case: ([Path(folder, str(rank)).read_text() for rank in range(case[1])],
-               Path(folder, "held").read_text())
-        for case, folder in folders.items()
-    }  # fmt: skip
+    found = {}
+    for case, folder in folders.items():
+        texts = [Path(folder, str(rank)).read_text() for rank in range(case[1])]
+        assert Path(folder, "held").is_file(), (case, texts)
+        found[case] = texts, Path(folder, "held").read_text()
+    return found
 
 
 @worlds_in_turn

@@ -20,6 +20,7 @@ from onefold.wire.collectives import Group
 from onefold.wire.ranks import local_place
 from tests.support.forking import await_ended_threads
 from tests.support.models import Model, next_token_loss, token_batches
+from tests.support.ports import free_port
 from tests.support.ranks import run_ranks, seeded
 from tests.support.rows import again_but
 from tests.support.training import Job, train_plain, train_sharded
@@ -39,12 +40,6 @@ def environment(monkeypatch):
 
     be()
     return be
-
-
-def free_port():
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return held.getsockname()[1]
 
 
 # joining

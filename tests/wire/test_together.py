@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from typing import Any
 
@@ -23,6 +22,7 @@ from onefold.wire import lanes
 from onefold.wire import together as together_room
 from onefold.wire.collectives import Group
 from onefold.wire.together import collect, first, same, together
+from tests.support.ports import free_port
 from tests.support.ranks import run_processes, run_ranks
 from tests.support.rows import again_but
 
@@ -409,10 +409,7 @@ def loses_a_rank(rank, call, port):
 @pytest.mark.process
 @pytest.mark.parametrize("call", CALLS)
 def test_a_lost_rank_is_a_named_error_also_among_ranks_that_have_not_met(call):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    run_processes(2, loses_a_rank, call, port)
+    run_processes(2, loses_a_rank, call, free_port())
 
 
 def refuse_in_turn(rank, folder):
