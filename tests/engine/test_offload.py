@@ -660,8 +660,8 @@ def test_bytes_rest_in_their_tier_and_are_counted_there(rank, tmp_path):
     module, optimizer = build(f"disk:{tmp_path}", dtype=torch.bfloat16)
     train(module, optimizer, batches(2))
     units = engine_of(module).units
-    numel = sum(unit.rest.shard_numels[rank] for unit in units)
-    trained = sum(unit.rest.shard_numels[rank] for unit in units if unit.requires_grad())
+    numel = sum(unit.rest.shard_numel(rank) for unit in units)
+    trained = sum(unit.rest.shard_numel(rank) for unit in units if unit.requires_grad())
     memory = onefold.report(module).memory
     assert memory["weight"]["disk"].now == 2 * numel
     assert memory["master"]["disk"].now == 4 * trained

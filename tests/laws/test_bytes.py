@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import onefold
-from onefold.layout.cut import bounds_of
+from onefold.layout.ranges import Ranges
 from onefold.layout.rows import round_up
 from tests.support.models import WIDTH, Model, next_token_loss, token_batches
 from tests.support.ranks import run_ranks, seeded
@@ -121,7 +121,7 @@ def test_uneven_pieces_send_what_the_other_ranks_lack():
 
     rows = [(7, 5), (7, 1), (5, 7), (5, 1)]
     for rank, last_step in enumerate(run_ranks(3, step)):
-        own = sum((bounds_of(n, 3)[rank + 1] - bounds_of(n, 3)[rank]) * w for n, w in rows)
+        own = sum(Ranges.over(n, 3).lengths[rank] * w for n, w in rows)
         whole = sum(n * w for n, w in rows)
         assert last_step["gather"].sent_nbytes == 2 * 2 * own * FP32
         assert last_step["reduce_scatter"].sent_nbytes == (whole - own) * FP32
@@ -176,8 +176,7 @@ def test_odd_shapes_hold_their_rows_rounded_up_to_a_cache_line():
     for rank, (weight, moments, shapes) in enumerate(run_ranks(3, states)):
         numel = 0
         for rows, *columns in shapes:
-            bounds = bounds_of(rows, 3)
-            own = (bounds[rank + 1] - bounds[rank]) * (columns[0] if columns else 1)
+            own = Ranges.over(rows, 3).lengths[rank] * (columns[0] if columns else 1)
             numel += round_up(own, 16)
         assert weight == numel * FP32
         assert moments == 2 * numel * FP32

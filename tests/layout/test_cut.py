@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate
 from math import prod
 
 import pytest
@@ -10,32 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.layout.cut import MAX_IMBALANCE, bounds_of, cut_of, imbalance_of
+from onefold.layout.cut import MAX_IMBALANCE, cut_of, imbalance_of
+from onefold.layout.messages import GatherPlan
+from onefold.layout.ranges import Ranges
 from onefold.layout.rows import Layout
 
-extents = st.integers(0, 40)
 shares = st.lists(st.integers(0, 5), min_size=1, max_size=5).filter(any).map(tuple)
 shapes = st.lists(st.integers(0, 24), max_size=4).map(tuple)
 large = st.tuples(st.integers(1, 12), st.integers(16, 40), st.integers(16, 40), st.integers(1, 9))
-
-
-def lengths_of(bounds):
-    return [stop - start for start, stop in pairwise(bounds)]
-
-
-@given(extents, shares)
-def test_weighted_bounds_are_within_one_of_each_share(extent, weights):
-    lengths = lengths_of(bounds_of(extent, len(weights), weights))
-    assert sum(lengths) == extent
-    for length, weight in zip(lengths, weights, strict=True):
-        assert abs(length - extent * weight / sum(weights)) < 1
-        assert weight or not length
-
-
-def test_the_largest_remainders_get_what_rounding_left():
-    assert lengths_of(bounds_of(8, 2, (1, 3))) == [2, 6]
-    assert lengths_of(bounds_of(7, 2, (1, 3))) == [2, 5]
-    assert lengths_of(bounds_of(10, 3, (1, 0, 2))) == [3, 0, 7]
 
 
 @given(st.one_of(shapes, large), st.integers(1, 6), st.one_of(st.none(), shares))
@@ -59,15 +41,17 @@ def test_pieces_cover_a_parameter_once_and_are_boxes_of_it(shape, world_size, we
 
 @given(large, st.integers(2, 6))
 def test_slabs_lie_where_spans_do(shape, world_size):
-    (_, slot) = Layout.build([("first", (3,)), ("second", shape)], world_size).slots
+    layout = Layout.build([("first", (3,)), ("second", shape)], world_size)
+    (_, slot), (_, slabs) = layout.slots, layout.slabs()
     for rank in range(world_size):
         spans = slot.cut.spans(rank)
-        slabs = slot.slabs()
         starts = [slab.full_offset - slot.full_offset + slab.pieces[rank][0] for slab in slabs]
         assert starts == [start for start, _ in spans]
-        places = [slab.shard_offsets[rank] for slab in slabs]
-        own = spans[0][1] - spans[0][0]
-        assert places == [slot.shard_offsets[rank] + number * own for number in range(len(slabs))]
+        plan = GatherPlan.on_one_axis(layout, rank, 0)
+        ends, own = [0, *accumulate(plan.shard)], spans[0][1] - spans[0][0]
+        places = list(zip(ends[1::2], ends[2::2], strict=False))[1:]  # the first is of "first"
+        begin = layout.starts(rank)[1]
+        assert places == [(begin + i * own, begin + (i + 1) * own) for i in range(len(slabs))]
 
 
 @given(large, st.integers(1, 64))
@@ -77,7 +61,7 @@ def test_rows_are_cut_as_torch_chunks_wherever_they_are_balanced(shape, world_si
         assert cut.dim == 0
     else:
         assert imbalance_of(shape[cut.dim], world_size) <= imbalance_of(shape[0], world_size)
-    assert cut.ranges == tuple(pairwise(bounds_of(shape[cut.dim], world_size)))
+    assert cut.ranges == Ranges.over(shape[cut.dim], world_size)
 
 
 @pytest.mark.parametrize("weights", [None, (1, 3) * 32])

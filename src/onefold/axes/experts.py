@@ -24,7 +24,6 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from math import prod
 
 import torch
@@ -36,8 +35,8 @@ from torch.func import functional_call
 
 from onefold.axes.listed_experts import stacked, without_values
 from onefold.errors import ConfigError
-from onefold.layout.cut import bounds_of
 from onefold.layout.model_axes import dtensor_of
+from onefold.layout.ranges import Ranges
 from onefold.tier import accelerator
 from onefold.wire import ranks as meshes
 from onefold.wire.collectives import Group
@@ -48,17 +47,17 @@ from onefold.wire.moves import moved, of_ranks
 class ExpertAxis:
     """The ranks of an expert axis, and the name of their messages in errors.
 
-    Rank r holds experts `bounds[r]` to `bounds[r + 1]`.
+    Rank r holds the experts of `ranges[r]`.
     """
 
     group: Group
-    bounds: tuple[int, ...]
+    ranges: Ranges
     label: str = "exchange of tokens"
 
     @property
     def own(self) -> range:
         """The numbers of this rank's experts."""
-        return range(*self.bounds[self.group.rank : self.group.rank + 2])
+        return range(*self.ranges[self.group.rank])
 
 
 def _exchange_rows(
@@ -97,16 +96,16 @@ class Routing:
             axis: the ranks that hold them.
         """
         self._choices = index.shape[-1]
-        bounds, ranks = axis.bounds, axis.group.world_size
+        num_experts, ranks = axis.ranges.extent, axis.group.world_size
         flat = index.reshape(-1)
         self._order = flat.argsort(stable=True)  # pairs of token and choice, by expert
         # a device's own bincount would look for the largest number, and the host wait for it
-        counts = flat.new_zeros(bounds[-1]).scatter_add_(0, flat, torch.ones_like(flat))
-        lengths = [stop - start for start, stop in pairwise(bounds)]
+        counts = flat.new_zeros(num_experts).scatter_add_(0, flat, torch.ones_like(flat))
+        lengths = axis.ranges.lengths
         mine = len(axis.own)
         (theirs,) = _exchange_rows(axis, lengths, [mine] * ranks, counts)
         numbers = accelerator.Fetched(torch.cat([counts, theirs])).read()  # the only wait
-        own, table = numbers[: bounds[-1]], numbers[bounds[-1] :].view(ranks, mine)
+        own, table = numbers[:num_experts], numbers[num_experts:].view(ranks, mine)
         self.sent = [int(part.sum()) for part in own.split(lengths)]
         self.received: list[int] = table.sum(1).tolist()  # `table`: by sender, of each own expert
         self.of_experts: list[int] = table.sum(0).tolist()
@@ -171,12 +170,14 @@ class ExpertParallel(nn.Module):
         self.stacked: nn.Module | None = None
         is_list = isinstance(experts, nn.ModuleList)
         self.num_experts = len(experts) if is_list else _num_experts(experts)
-        bounds = bounds_of(self.num_experts, group.world_size)
-        if bounds[-2] == self.num_experts:
-            got = f"{self.num_experts} experts, {bounds[1]} a rank, on {group.world_size} ranks"
+        ranges = Ranges.over(self.num_experts, group.world_size)
+        if ranges.has_empty:
+            got = (
+                f"{self.num_experts} experts, {ranges.longest} a rank, on {group.world_size} ranks"
+            )
             hint = "take fewer ranks for experts; onefold.shard shards weights over ranks as well"
             raise ConfigError("an expert for each rank of the axis", got, hint=hint)
-        self.axis = ExpertAxis(group, bounds)
+        self.axis = ExpertAxis(group, ranges)
         self.own_experts = self.axis.own
         own = slice(self.own_experts.start, self.own_experts.stop)
         # the module that computes borrows the parameters of this one, and so is no child of it

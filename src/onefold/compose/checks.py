@@ -10,9 +10,9 @@ from onefold.engine.joining import check_state
 from onefold.engine.registry import is_sharded
 from onefold.errors import ConfigError
 from onefold.layout import packed
-from onefold.layout.cut import Shares
 from onefold.layout.model_axes import is_owned
 from onefold.layout.module_tree import ModuleTree
+from onefold.layout.ranges import Shares
 from onefold.layout.units import Owned
 from onefold.recipe import Recipe
 

@@ -52,7 +52,7 @@ class FlatGroup:
 
     def rows(self, value: Tensor, parameter: UnitParameter) -> Tensor:
         """Return the parameter's rows in a flat tensor of the group."""
-        start = parameter.slot.shard_offsets[parameter.unit.context.rest_rank] - self.start
+        start = parameter.span.start - self.start
         return value[start : start + parameter.local.numel()].view(parameter.local.shape)
 
     def gaps(self) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 from onefold.config import Offload
 from onefold.errors import ConfigError, TierError
 from onefold.fit.bounds import ACTIVATIONS_SHARE, Limits, RankMemory, Users, room_of
-from onefold.layout.cut import Shares
+from onefold.layout.ranges import Shares
 from onefold.recipe import Recipe
 from onefold.text import format_bytes, format_share
 from onefold.wire.together import collect

@@ -21,21 +21,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
 from math import prod
 from typing import TYPE_CHECKING
+
+from onefold.layout.ranges import Range, Ranges, Shares
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Range = tuple[int, int]
-"""[start, stop)."""
-
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a part of a tensor, one of each per dimension."""
-
-Shares = tuple[int, ...] | None
-"""One weight per rank, in rank order; None where all ranks hold the same."""
 
 MAX_IMBALANCE = 1.05
 """A cut by rows is kept while no rank holds more than this multiple of its fair share."""
@@ -54,7 +49,7 @@ class Cut:
 
     shape: tuple[int, ...]
     dim: int
-    ranges: tuple[Range, ...]  # per rank: indices into the dimension; (0, 1) if replicated
+    ranges: Ranges  # per rank: indices into the dimension; (0, 1) if replicated
 
     @property
     def is_replicated(self) -> bool:
@@ -72,10 +67,9 @@ class Cut:
         return prod(self.shape[self.dim :])
 
     @property
-    def slab_ranges(self) -> tuple[Range, ...]:
+    def slab_ranges(self) -> Ranges:
         """Per rank: its elements of one slab, counted from the slab's start."""
-        numel = prod(self.shape[self.dim + 1 :])
-        return tuple((start * numel, stop * numel) for start, stop in self.ranges)
+        return self.ranges.scaled(prod(self.shape[self.dim + 1 :]))
 
     def spans(self, rank: int) -> list[Range]:
         """The rank's elements of the parameter: a range in each slab, in order."""
@@ -145,43 +139,20 @@ def cut_of(
         by_rows: keep dimension 0 however unbalanced it is.
     """
     if not shape:
-        return Cut((), 0, ((0, 1),) * world_size)
+        return Cut((), 0, Ranges.alike(1, world_size))
     dim = 0
     if not by_rows and prod(shape) >= MIN_RANK_NUMEL * world_size:
         dim = _balanced_dim(shape, world_size, shares)
-    return Cut(shape, dim, tuple(pairwise(bounds_of(shape[dim], world_size, shares))))
-
-
-@lru_cache(maxsize=4096)
-def bounds_of(extent: int, world_size: int, shares: Shares = None) -> tuple[int, ...]:
-    """The `world_size + 1` indices at which a dimension of length `extent` is cut.
-
-    Without `shares` they are those of `torch.chunk`. With them each rank gets its part of
-    `extent`, rounded down; the ranks with the largest remainders get one index more.
-    """
-    if shares is None:
-        longest = -(-extent // world_size)
-        return tuple(min(rank * longest, extent) for rank in range(world_size + 1))
-    total = sum(shares)
-    lengths = [extent * share // total for share in shares]
-    left = extent - sum(lengths)
-    by_remainder = sorted(range(world_size), key=lambda rank: -(extent * shares[rank] % total))
-    for rank in by_remainder[:left]:
-        lengths[rank] += 1
-    return tuple(accumulate(lengths, initial=0))
-
-
-def parts_of(numel: int, num_parts: int) -> tuple[Range, ...]:
-    """Ranges of `numel` elements that differ by one at most: a replica's part of own elements."""
-    return tuple(pairwise(numel * part // num_parts for part in range(num_parts + 1)))
+    return Cut(shape, dim, Ranges.over(shape[dim], world_size, shares))
 
 
 def imbalance_of(extent: int, world_size: int, shares: Shares = None) -> float:
     """The most that a rank holds of a dimension, as a multiple of its fair share."""
-    weights = shares or (1,) * world_size
-    lengths = [stop - start for start, stop in pairwise(bounds_of(extent, world_size, shares))]
-    fair = extent / sum(weights)
-    pairs: Sequence[tuple[int, int]] = list(zip(lengths, weights, strict=True))
+    ranges = Ranges.over(extent, world_size, shares)
+    if shares is None:
+        return ranges.longest * world_size / extent if extent else 1.0
+    fair = extent / sum(shares)
+    pairs: Sequence[tuple[int, int]] = list(zip(ranges.lengths, shares, strict=True))
     return max((length / (fair * weight) for length, weight in pairs if weight), default=1.0)
 
 

@@ -30,7 +30,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
-from onefold.layout.cut import Range, parts_of
+from onefold.layout.ranges import Range, Ranges
 from onefold.layout.rows import Layout, Slot, round_up, split_at
 from onefold.layout.two_axes import Axes, NodeLayout
 
@@ -58,7 +58,7 @@ class Regions(NamedTuple):
 
 def flags_of(world_size: int) -> Slot:
     """The region of a message in which each rank has one element; it carries no state."""
-    return Slot("", (world_size,), 0, tuple((rank, rank + 1) for rank in range(world_size)), ())
+    return Slot("", (world_size,), 0, Ranges.over(world_size, world_size))
 
 
 # weights
@@ -91,10 +91,14 @@ class GatherPlan:
     @staticmethod
     def on_one_axis(layout: Layout, rank: int, num_flags: int) -> GatherPlan:
         """All slabs of a unit, and a flag of each rank behind them, or none."""
-        slabs = [slab for parts in layout.slabs() for slab in parts]
-        regions = [(slab, slab.full_offset) for slab in slabs]
+        regions, places = list[tuple[Slot, int]](), list[Range]()
+        for slabs, start in zip(layout.slabs(), layout.starts(rank), strict=False):
+            numel = slabs[0].piece_numel(rank)  # of each slab
+            for number, slab in enumerate(slabs):
+                regions.append((slab, slab.full_offset))
+                places.append((start + number * numel, start + (number + 1) * numel))
         flags = [flags_of(num_flags)] if num_flags else []
-        return _gather_plan(layout, (rank, rank), slabs, regions, layout.full_numel, flags)
+        return _gather_plan(layout, (rank, rank), places, regions, layout.full_numel, flags)
 
     @staticmethod
     def between(layout: Layout, node: NodeLayout, *, keeps: bool, has_flags: bool) -> GatherPlan:
@@ -106,29 +110,31 @@ class GatherPlan:
         else:
             regions = [(axes.between(slot), slot.full_offset) for slot in slots]
             flags, numel = axes.between(flags_of(layout.world_size)), layout.full_numel
-        ranks = axes.rank, axes.node
-        return _gather_plan(layout, ranks, slots, regions, numel, [flags] * has_flags)
+        rank = axes.rank
+        places = [
+            (start, start + slot.piece_numel(rank))
+            for slot, start in zip(slots, layout.starts(rank), strict=False)
+        ]
+        return _gather_plan(layout, (rank, axes.node), places, regions, numel, [flags] * has_flags)
 
 
 def _gather_plan(
-    layout: Layout, ranks: tuple[int, int], slots: Sequence[Slot],
+    layout: Layout, ranks: tuple[int, int], in_shard: list[Range],
     regions: list[tuple[Slot, int]], numel: int, flags: list[Slot],
 ) -> GatherPlan:  # fmt: skip
-    """`ranks`: among all and in the group; `regions` of the slots with offsets; then the flags."""
+    """`ranks`: among all and in the group; own rows `in_shard`; their regions, with offsets."""
     rank, own = ranks
     in_message = [
         (offset + slot.pieces[own][0], offset + slot.pieces[own][1]) for slot, offset in regions
     ]
-    starts = [slot.shard_offsets[rank] for slot in slots]
-    in_shard = [(start, start + b - a) for start, (a, b) in zip(starts, in_message, strict=True)]
     num_flags = sum(flag.shape[0] for flag in flags)
     return GatherPlan(
         gathered([*regions, *((flag, numel) for flag in flags)]),
         split_at(in_message, numel + num_flags),
-        split_at(in_shard, layout.shard_numels[rank]),
+        split_at(in_shard, layout.shard_numel(rank)),
         num_flags,
-        [number for number, slot in enumerate(slots) if not slot.replicated],
-        [number for number, slot in enumerate(slots) if slot.replicated],
+        [number for number, (slot, _) in enumerate(regions) if not slot.replicated],
+        [number for number, (slot, _) in enumerate(regions) if slot.replicated],
     )
 
 
@@ -177,16 +183,16 @@ class NodeParts(NamedTuple):
 def parts_of_replicas(layout: Layout, rank: int, replicas: int) -> Parts:
     """The hop between replicas: the own rows of a rank, cut by elements over the replicas."""
     return [
-        [Slot(slot.fqn, (), 0, ((0, 1),) * replicas, ())]
+        [Slot(slot.fqn, (), 0, Ranges.alike(1, replicas))]
         if slot.replicated
-        else [Slot(slot.fqn, slot.shape, 0, parts_of(slot.piece_numel(rank), replicas), ())]
+        else [Slot(slot.fqn, slot.shape, 0, Ranges.nearly_equal(slot.piece_numel(rank), replicas))]
         for slot in layout.slots
     ]
 
 
 def reduce_message(parameters: Parts, world_size: int) -> Regions:
     """The gradients of some parameters, and a flag of each behind them."""
-    flags = Slot("", (), 0, ((0, len(parameters)),) * world_size, ())
+    flags = Slot("", (), 0, Ranges.alike(len(parameters), world_size))
     return Regions([*(part for parts in parameters for part in parts), flags])
 
 
@@ -239,7 +245,7 @@ class MessagePlan:
         self.itemsize = itemsize
         self.rank, self.world_size = group.rank, group.world_size
         self.pieces = [slot.pieces for slot in slots]
-        self.numels = [[stop - start for start, stop in pieces] for pieces in self.pieces]
+        self.numels = [pieces.lengths for pieces in self.pieces]
         self.is_replicated = [slot.replicated and group.world_size > 1 for slot in slots]
         self.is_matrix = [bool(slot.fqn) and len(slot.shape) > 1 for slot in slots]
         is_nccl, packs = group.is_nccl, group.packs  # the first asks torch for its backends

@@ -1,8 +1,8 @@
 """Split the rows of a batch over ranks of unequal speed. Pure numbers: no torch here.
 
 A rank needs `fixed + per_row * rows` seconds for its rows. A step takes as long as its slowest
-rank, so `rows_of` finds the rows that make the slowest rank fastest. To split rows by plain
-weights, call `bounds_of` (layout/cut.py): largest remainders.
+rank, so `rows_of` finds the rows that make the slowest rank fastest. Plain weights, as users give
+them, are those of `split_rows` (mixed/sampler.py).
 
 The method is bisection on the time T of the step: the ranks together finish
 sum(floor((T - fixed) / per_row)) rows within T.

@@ -13,13 +13,13 @@ also none. A parameter without dimensions is replicated. See docs/adr/0001 and 0
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
-from operator import add
 
-from onefold.layout.cut import Cut, Range, Shares, cut_of
+from onefold.layout.cut import Cut, cut_of
+from onefold.layout.ranges import Range, Ranges, Shares
 
 ALIGN_NUMEL = 64
 """Regions of the full buffer start at multiples of this many elements.
@@ -47,17 +47,14 @@ class Slot:
     fqn: str
     shape: tuple[int, ...]
     full_offset: int
-    pieces: tuple[Range, ...]  # per rank: elements of the parameter; none if it has several slabs
-    shard_offsets: tuple[int, ...]  # per rank: where the piece starts in that rank's shard buffer
+    pieces: Ranges  # per rank: elements of the parameter; none if it has several slabs
     _cut: Cut | None = None
     num_slabs: int = 1  # of the parameter
 
     @staticmethod
-    def placed(fqn: str, cut: Cut, full_offset: int, shard_offsets: tuple[int, ...]) -> Slot:
+    def placed(fqn: str, cut: Cut, full_offset: int) -> Slot:
         """The slot of a parameter that is cut by `cut`."""
-        return Slot(
-            fqn, cut.shape, full_offset, _slot_pieces(cut), shard_offsets, cut, cut.num_slabs
-        )
+        return Slot(fqn, cut.shape, full_offset, _slot_pieces(cut), cut, cut.num_slabs)
 
     @property
     def numel(self) -> int:
@@ -85,16 +82,9 @@ class Slot:
         cut = self.cut
         if cut.num_slabs == 1:
             return [self]
-        ranks = range(len(cut.ranges))
-        numels = [stop - start for start, stop in cut.slab_ranges]
-        return [
-            Slot(
-                self.fqn, self.shape, self.full_offset + slab * cut.slab_numel, cut.slab_ranges,
-                tuple(self.shard_offsets[rank] + slab * numels[rank] for rank in ranks),
-                num_slabs=cut.num_slabs,
-            )
-            for slab in range(cut.num_slabs)
-        ]  # fmt: skip
+        pieces, numel, offset = cut.slab_ranges, cut.slab_numel, self.full_offset
+        starts = range(offset, offset + cut.num_slabs * numel, numel)
+        return [Slot(self.fqn, self.shape, at, pieces, num_slabs=cut.num_slabs) for at in starts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +94,10 @@ class Layout:
     slots: tuple[Slot, ...]
     world_size: int
     full_numel: int  # with alignment gaps
-    shard_numels: tuple[int, ...]  # per rank (in a world of one: the full buffer)
+    _multiple: int  # of elements, at which pieces start in a shard
+    _starts: dict[int, tuple[int, ...]] = field(
+        default_factory=dict[int, tuple[int, ...]], compare=False, repr=False
+    )
 
     @staticmethod
     def build(
@@ -119,15 +112,26 @@ class Layout:
         """
         slots: list[Slot] = []
         full_offset, multiple = 0, PIECE_NUMEL if has_gaps else 1
-        shard_ends = [0] * world_size
         for fqn, shape in names_and_shapes:
             cut = cut_of(tuple(shape), world_size, shares, by_rows=by_rows)
-            slots.append(Slot.placed(fqn, cut, full_offset, tuple(shard_ends)))
-            shard_ends = list(map(add, shard_ends, _rooms(cut, multiple)))
+            slots.append(Slot.placed(fqn, cut, full_offset))
             full_offset += round_up(prod(shape), ALIGN_NUMEL)
-            if world_size == 1:
-                shard_ends = [full_offset]
-        return Layout(tuple(slots), world_size, full_offset, tuple(shard_ends))
+        return Layout(tuple(slots), world_size, full_offset, multiple)
+
+    def starts(self, rank: int) -> tuple[int, ...]:
+        """Where each piece of the rank starts in its shard buffer; then the end of that buffer."""
+        if rank not in self._starts:
+            if self.world_size == 1:
+                ends = (*(slot.full_offset for slot in self.slots), self.full_numel)
+            else:
+                rooms = (round_up(slot.piece_numel(rank), self._multiple) for slot in self.slots)
+                ends = tuple(accumulate(rooms, initial=0))
+            self._starts[rank] = ends
+        return self._starts[rank]
+
+    def shard_numel(self, rank: int) -> int:
+        """Elements of the rank's shard buffer (in a world of one: the full buffer)."""
+        return self.starts(rank)[-1]
 
     def slabs(self) -> list[list[Slot]]:
         """Every slab of each parameter, as regions of a message over one axis."""
@@ -135,31 +139,22 @@ class Layout:
 
     def gaps(self, rank: int) -> list[int]:
         """The elements of the rank's shard buffer that belong to no piece."""
-        starts = [slot.shard_offsets[rank] for slot in self.slots]
-        stops = [slot.shard_offsets[rank] + slot.piece_numel(rank) for slot in self.slots]
-        return [
-            element
-            for stop, start in zip([0, *stops], [*starts, self.shard_numels[rank]], strict=True)
-            for element in range(stop, start)
-        ]
+        starts, stops = self.starts(rank), [0]
+        for slot, start in zip(self.slots, starts, strict=False):
+            stops.append(start + slot.piece_numel(rank))
+        pairs = zip(stops, starts, strict=True)
+        return [element for stop, start in pairs for element in range(stop, start)]
 
     def span(self, first: int, last: int, rank: int) -> tuple[int, int]:
         """[start, stop) of slots `first` to `last` in the rank's shard buffer, gaps included."""
-        after = self.slots[last + 1 :]
-        stop = after[0].shard_offsets[rank] if after else self.shard_numels[rank]
-        return self.slots[first].shard_offsets[rank], stop
+        starts = self.starts(rank)
+        return starts[first], starts[last + 1]
 
 
 @lru_cache(maxsize=4096)  # blocks are alike
-def _slot_pieces(cut: Cut) -> tuple[Range, ...]:
+def _slot_pieces(cut: Cut) -> Ranges:
     """`Slot.pieces` of a parameter."""
-    return cut.slab_ranges if cut.num_slabs == 1 else ()
-
-
-@lru_cache(maxsize=4096)
-def _rooms(cut: Cut, multiple: int) -> tuple[int, ...]:
-    """Elements of each rank's shard that a piece takes."""
-    return tuple(round_up(cut.piece_numel(rank), multiple) for rank in range(len(cut.ranges)))
+    return cut.slab_ranges if cut.num_slabs == 1 else cut.slab_ranges[:0]
 
 
 def split_at(spans: Sequence[Range], numel: int) -> list[int]:

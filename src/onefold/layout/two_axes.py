@@ -18,9 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
-from onefold.layout.cut import Range
+from onefold.layout.ranges import Ranges
 from onefold.layout.rows import PIECE_NUMEL, Slot, round_up
 
 
@@ -63,21 +62,18 @@ class NodeLayout:
 
     slots: tuple[Slot, ...]
     axes: Axes
-    spans: tuple[tuple[tuple[int, int], ...], ...]
+    spans: tuple[Ranges, ...]
     numel: int
 
     @staticmethod
     def build(slots: Sequence[Slot], axes: Axes) -> NodeLayout:
         """Lay out the pieces of this local rank, parameter by parameter."""
-        spans: list[tuple[tuple[int, int], ...]] = []
+        spans: list[Ranges] = []
         end = 0
         for slot in slots:
             pieces = slot.pieces[:1] if slot.replicated else axes.between(slot).pieces
-            ends = [end]
-            for start, stop in pieces:
-                ends.append(ends[-1] + stop - start)
-            spans.append(tuple(pairwise(ends)))
-            end = round_up(ends[-1], PIECE_NUMEL)
+            spans.append(pieces.joined(end))
+            end = round_up(spans[-1][-1][1], PIECE_NUMEL)
         return NodeLayout(tuple(slots), axes, tuple(spans), end)
 
     def region(self, index: int) -> tuple[int, int]:
@@ -92,8 +88,7 @@ class NodeLayout:
         if slot.replicated:
             return _part(slot, slot.pieces[: self.axes.nodes])
         first = self.region(index)[0]
-        pieces = tuple((start - first, stop - first) for start, stop in self.spans[index])
-        return replace(_part(slot, pieces), full_offset=first)
+        return replace(_part(slot, self.spans[index].moved(-first)), full_offset=first)
 
     def inside(self) -> list[list[Slot]]:
         """Each parameter's regions of the intra-node hop: each node's rows, counted from 0."""
@@ -102,14 +97,10 @@ class NodeLayout:
     def _inside(self, slot: Slot) -> list[Slot]:
         if slot.replicated:
             return [_part(slot, slot.pieces[: self.axes.local_world_size])]
-        nodes = self.axes.inside(slot)
-        starts = [part.pieces[0][0] for part in nodes]
-        return [
-            _part(part, tuple((a - start, b - start) for a, b in part.pieces))
-            for part, start in zip(nodes, starts, strict=True)
-        ]
+        nodes = [part.pieces for part in self.axes.inside(slot)]
+        return [_part(slot, pieces.moved(-pieces[0][0])) for pieces in nodes]
 
 
-def _part(slot: Slot, pieces: tuple[Range, ...]) -> Slot:
+def _part(slot: Slot, pieces: Ranges) -> Slot:
     """Some pieces of a parameter, as a region of a message."""
-    return Slot(slot.fqn, slot.shape, slot.full_offset, pieces, (), num_slabs=slot.num_slabs)
+    return Slot(slot.fqn, slot.shape, slot.full_offset, pieces, num_slabs=slot.num_slabs)

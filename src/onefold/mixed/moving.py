@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from onefold.engine.engine import Engine
 from onefold.engine.optimizer import OptimizerBinding
-from onefold.layout.cut import Range
+from onefold.layout.ranges import Range
 from onefold.layout.rows import Slot
 from onefold.unit.context import Context
 from onefold.unit.parameter import UnitParameter

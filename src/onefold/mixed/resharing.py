@@ -22,8 +22,8 @@ from onefold.engine.watch import in_backward
 from onefold.errors import ConfigError, StateError
 from onefold.fit.bounds import RankMemory
 from onefold.fit.shares import AUTO, SharesChoice, choose, is_auto, unless_even, weights_of
-from onefold.layout.cut import Shares
 from onefold.layout.ledger import Kind
+from onefold.layout.ranges import Shares
 from onefold.mixed.moving import Entry, OptimizerStates, Rows, move
 from onefold.recipe import Recipe
 from onefold.unit.context import Context, UnitSpec
@@ -203,7 +203,7 @@ class _Reshare:
 
     def _move(self, unit: Unit, spec: UnitSpec) -> None:
         """Move the rows of one unit, and let all that refers to them follow."""
-        numel, edits = spec.rest.shard_numels[spec.context.rest_rank], unit.edits.all()
+        numel, edits = spec.rest.shard_numel(spec.context.rest_rank), unit.edits.all()
         before = [buffer.tensor for buffer in unit.row_buffers()]
         buffers = unit.row_buffers()[: len(before) - len(unit.moments)]
         stores = [unit.context.tiers.weight] + [unit.state_store] * (len(unit.row_buffers()) - 1)
@@ -238,7 +238,7 @@ class _Reshare:
     ) -> Rows:
         """Rows of a parameter before, and their place in a flat tensor of the unit after."""
         slot, rank = spec.rest.slots[parameter.index], spec.context.rest_rank
-        start = slot.shard_offsets[rank]
+        start = spec.rest.starts(rank)[parameter.index]
         room = after[start : start + slot.piece_numel(rank)]
         if slot.replicated:
             room.copy_(before)
@@ -249,7 +249,7 @@ class _Reshare:
     ) -> dict[str, Tensor]:
         """Add the rows of one optimizer's states of a unit; return the flat tensors they go to."""
         states, entries, flats = self.ready.states[at], self.entries[at], dict[str, Tensor]()
-        numel = spec.rest.shard_numels[spec.context.rest_rank]
+        numel = spec.rest.shard_numel(spec.context.rest_rank)
         for parameter in unit.parameters:
             for name, dtype in sorted(entries.get(parameter.fqn, {}).items()):
                 if isinstance(dtype, torch.dtype):

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from copy import copy
 from functools import partial
 from hashlib import blake2b
-from itertools import pairwise
 from math import isfinite
 from types import FrameType
 from typing import Any
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.data import Sampler, default_collate
 
 from onefold.errors import ConfigError, StateError
-from onefold.layout.cut import bounds_of
 from onefold.mixed.speeds import RowSpeeds, even, measure
 from onefold.wire import ranks as meshes
 from onefold.wire.moves import mean_count
@@ -329,8 +327,11 @@ def split_rows(rows: int, shares: Sequence[float]) -> list[range]:
     with a positive weight gets one row at least, if there are enough; a rank with weight zero none.
     """
     weights = [round(share / sum(shares) * _SCALE) for share in shares]
-    bounds = bounds_of(rows, len(shares), tuple(weights))
-    counts = [stop - start for start, stop in pairwise(bounds)]
+    total = sum(weights)
+    counts = [rows * weight // total for weight in weights]
+    by_remainder = sorted(range(len(weights)), key=lambda rank: -(rows * weights[rank] % total))
+    for rank in by_remainder[: rows - sum(counts)]:
+        counts[rank] += 1
     without = [rank for rank, share in enumerate(shares) if share > 0 and counts[rank] == 0]
     if rows >= sum(share > 0 for share in shares):
         for rank in without:

@@ -16,7 +16,6 @@ from functools import lru_cache
 from itertools import compress
 from typing import NamedTuple
 
-from onefold.layout.cut import Shares
 from onefold.layout.flat import UnitBytes, unit_bytes
 from onefold.layout.messages import (
     GatherPlan,
@@ -31,6 +30,7 @@ from onefold.layout.messages import (
     parts_of_replicas,
     reduce_message,
 )
+from onefold.layout.ranges import Shares
 from onefold.layout.rows import Layout
 from onefold.layout.two_axes import Axes, NodeLayout
 from onefold.planner.work import UnitWork

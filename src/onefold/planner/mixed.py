@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from onefold.errors import ConfigError
 from onefold.fit.shares import TRIES, Line, fractions, most_of, settle
-from onefold.layout.cut import Shares
+from onefold.layout.ranges import Shares
 from onefold.layout.row_split import RankTime, rows_of
 from onefold.planner.costs import Conditions, LinkGroup, gather_cost
 from onefold.planner.machines import Machine

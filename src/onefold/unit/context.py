@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from onefold.layout.cut import Shares
 from onefold.layout.ledger import Ledger
+from onefold.layout.ranges import Shares
 from onefold.layout.rows import Layout
 from onefold.layout.two_axes import Axes
 from onefold.layout.units import UnitPlan

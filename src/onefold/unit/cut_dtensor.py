@@ -3,7 +3,7 @@
 Unequal shares. torch's placements know one rule of cutting, that of `torch.chunk`. A `WeightedMesh`
 carries one weight per rank. DTensors over it keep the placement `Shard(d)`, whose local operations
 do not depend on the lengths of other pieces. Operations that do (`full_tensor`, redistribution, the
-boxes of checkpoints) are defined here, with the bounds of layout/cut.py.
+boxes of checkpoints) are defined here, with the ranges of layout/ranges.py.
 
 Several axes: model axes first, the data axis last. torch plans a redistribution over several axes
 as one. It caches the plan by a key without the rank. Plans of ranks whose pieces differ in shape
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,8 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from onefold.errors import StateError
-from onefold.layout.cut import bounds_of
 from onefold.layout.model_axes import dtensor_of
+from onefold.layout.ranges import Ranges
 from onefold.wire.collectives import Group
 
 
@@ -102,9 +101,9 @@ def _gathered_by_axis(shown: DTensor) -> Tensor:
     for axis, placement in enumerate(shown.placements):  # what the axes before it leave here
         shapes.append(tuple(extents))
         if isinstance(placement, Shard):
-            bounds = bounds_of(extents[placement.dim], mesh.size(axis))
-            rank = mesh.get_local_rank(axis)
-            extents[placement.dim] = bounds[rank + 1] - bounds[rank]
+            ranges = Ranges.over(extents[placement.dim], mesh.size(axis))
+            start, stop = ranges[mesh.get_local_rank(axis)]
+            extents[placement.dim] = stop - start
     for axis in reversed(range(mesh.ndim)):
         placement = shown.placements[axis]
         if not isinstance(placement, Replicate):
@@ -176,14 +175,13 @@ def _own_range(shown: DTensor) -> tuple[int, int, int, tuple[int, ...]]:
     mesh, placement = shown._spec.mesh, shown._spec.placements[0]
     assert isinstance(mesh, WeightedMesh), "only weighted cuts have shares"
     assert isinstance(placement, Shard), "a weighted tensor is cut by one dimension"
-    bounds = bounds_of(shown.shape[placement.dim], mesh.size(), mesh.shares)
-    lengths = tuple(stop - start for start, stop in pairwise(bounds))
-    rank = mesh.get_local_rank()
+    ranges = Ranges.over(shown.shape[placement.dim], mesh.size(), mesh.shares)
+    lengths, rank = tuple(ranges.lengths), mesh.get_local_rank()
     if shown._local_tensor.shape[placement.dim] != lengths[rank]:
         wanted = f"{lengths[rank]} indices of dimension {placement.dim} on rank {rank}"
         hint = "compute with unsharded tensors: full_tensor(), or `onefold.unsharded`"
         raise StateError(wanted, f"a piece of shape {list(shown._local_tensor.shape)}", hint=hint)
-    return placement.dim, bounds[rank], lengths[rank], lengths
+    return placement.dim, ranges[rank][0], lengths[rank], lengths
 
 
 class _FullTensor(torch.autograd.Function):

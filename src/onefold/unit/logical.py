@@ -7,7 +7,6 @@ each rank. And DTensor loses an indexed write, because it writes to a gathered c
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_iter, tree_map
 
 from onefold.compat import add_missing_rules
-from onefold.layout.cut import bounds_of
+from onefold.layout.ranges import Ranges
 from onefold.unit import cut_dtensor, refusals
 from onefold.unit.functions import (
     ELEMENTWISE,
@@ -266,8 +265,7 @@ def _with_rows(leaf: Any) -> Any:
     for axis, placement in enumerate(leaf.placements):
         if isinstance(placement, Shard):
             shares = mesh.shares if isinstance(mesh, cut_dtensor.WeightedMesh) else None
-            bounds = bounds_of(leaf.shape[placement.dim], mesh.size(axis), shares)
-            if any(start == stop for start, stop in pairwise(bounds)):
+            if Ranges.over(leaf.shape[placement.dim], mesh.size(axis), shares).has_empty:
                 return leaf.redistribute(placements=[Replicate()] * mesh.ndim)
     return leaf
 

@@ -14,9 +14,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from onefold.layout.cut import Range
 from onefold.layout.ledger import Kind
 from onefold.layout.messages import NodeParts, parts_of_replicas
+from onefold.layout.ranges import Range
 from onefold.unit.buffer import Buffer
 from onefold.unit.context import Hops, UnitSpec
 from onefold.unit.reduction import GradientHop, MeanRows, OneHop, Spread, Users, Which

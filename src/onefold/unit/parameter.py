@@ -61,7 +61,7 @@ class UnitParameter(ShardedForm):
         self.spec = spec
         slot = self.slot = spec.rest.slots[self.index]
         rank = spec.context.rest_rank
-        start, numel = slot.shard_offsets[rank], slot.piece_numel(rank)
+        start, numel = spec.rest.starts(rank)[self.index], slot.piece_numel(rank)
         self.span = slice(start, start + numel)  # of own rows, in the unit's flat buffers
         self.local = weight[self.span].view(slot.cut.piece_shape(rank))
 

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onefold.layout.cut import Range
 from onefold.layout.ledger import Kind
 from onefold.layout.messages import Parts, gathered, reduce_message
+from onefold.layout.ranges import Range
 from onefold.layout.rows import Layout, Slot, split_at
 from onefold.tier.accelerator import Fetched
 from onefold.unit.buffer import Buffer
@@ -78,7 +78,7 @@ class MeanBuffer:
     def __init__(self, spec: UnitSpec, spans: Sequence[Range], *, keeps_bytes: bool) -> None:
         """`spans`: own rows of each parameter; `keeps_bytes`: from one step to the next."""
         self._spec = spec
-        self._numels = split_at(spans, spec.rest.shard_numels[spec.context.rest_rank])
+        self._numels = split_at(spans, spec.rest.shard_numel(spec.context.rest_rank))
         self._keeps_bytes = keeps_bytes
         self._buffer: Buffer | None = None
         self._gaps: Tensor | None = None  # int64: elements that no reduction writes

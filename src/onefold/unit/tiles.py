@@ -10,7 +10,6 @@ or `F.embedding`, and the parameter passes the call on to `TiledWeight.use`.
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from math import prod
 from typing import Any
 from weakref import WeakSet
@@ -23,6 +22,7 @@ from onefold.errors import StateError
 from onefold.layout.ledger import Kind
 from onefold.layout.messages import flags_of
 from onefold.layout.observer import Stream, watched
+from onefold.layout.ranges import Ranges
 from onefold.layout.rows import Slot, round_up
 from onefold.tier.store import GRAIN_NUMEL
 from onefold.unit import refusals
@@ -291,7 +291,7 @@ def _message(
     """A message of each rank's elements up to its end, and the flags of a gather behind them."""
     context, itemsize = parameter.spec.context, parameter.spec.compute_dtype.itemsize
     group, num_flags = context.transport.group, context.num_flags
-    region = Slot(parameter.fqn, (ends[-1],), 0, tuple(pairwise(ends)), ())
+    region = Slot(parameter.fqn, (ends[-1],), 0, Ranges.ending_at(ends))
     if not has_flags:
         return MessageLayout([region], None, group, itemsize, name)
     flags = [flags_of(num_flags)] if num_flags else []

@@ -167,7 +167,7 @@ class UnitWeights:
         self.parameters: list[UnitParameter] = []
         self.pending: Waitable | None = None  # the step that is under way in the background
         self.failure: TierError | None = None  # of that step, or of a fetch: it stays
-        context, numel = spec.context, spec.rest.shard_numels[spec.context.rest_rank]
+        context, numel = spec.context, spec.rest.shard_numel(spec.context.rest_rank)
         tiers, ledger = context.tiers, context.ledger
         self.weight = Buffer(numel, self.dtype, Kind.WEIGHT, tiers.weight, ledger)
         self.files_edits: int | None = None  # all edits of rows in files, which never change

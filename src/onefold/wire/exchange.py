@@ -14,9 +14,9 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from onefold.layout.cut import Range
 from onefold.layout.ledger import Kind, Ledger
 from onefold.layout.messages import PACK_NBYTES
+from onefold.layout.ranges import Range
 from onefold.wire.collectives import Group
 from onefold.wire.ticket import Waitable
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from onefold.layout.ledger import Ledger
+from onefold.layout.ranges import Ranges
 from onefold.layout.rows import Layout, Slot
 from onefold.wire import fused
 from onefold.wire.codec import Codec, encode_with_feedback
@@ -166,7 +167,7 @@ def transported(
     for has_base in (False, True):
         transport.gather(full, cut, "gather", SendRows(rows, has_base=has_base)).wait()
         found.append(full.clone())
-    flags = Slot("", (), 0, ((0, 5),) * group.world_size, ())
+    flags = Slot("", (), 0, Ranges.alike(5, group.world_size))
     reduced = MessageLayout([*slots, flags], None, group, dtype.itemsize)
     partials = [values_of(slot.numel, dtype, 7 + rank) for slot in slots]
     partials.append(torch.arange(5).to(dtype))
