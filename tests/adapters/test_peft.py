@@ -718,3 +718,43 @@ def test_modules_to_save_and_gradient_checkpointing_train_if_added_before(tmp_pa
     torch.testing.assert_close(torch.stack(results).mean(0), losses, rtol=1e-5, atol=0)
     loaded = peft.PeftModel.from_pretrained(seeded(llama), tmp_path / "0")
     torch.testing.assert_close(logits(loaded), logits(plain), rtol=1e-3, atol=1e-4)
+
+
+BEGINNINGS: dict[str, Callable[[], Any]] = {
+    "zero": lambda: peft.LoraConfig(r=16, target_modules="all-linear", modules_to_save=["lm_head"]),
+    "gaussian": lambda: lora(r=16, init_lora_weights="gaussian"),
+    "random": lambda: lora(r=16),
+    "embedding": lambda: lora(["embed_tokens"], r=16, init_lora_weights=True),
+}
+
+
+@pytest.mark.parametrize("case", BEGINNINGS)
+def test_factors_on_a_meta_model_have_the_distribution_of_peft(case, tmp_path):
+    """The model's own rule, which knows linear layers alone, would give both a std of 0.02."""
+    base = seeded(llama)
+    base.save_pretrained(tmp_path)
+    wanted = peft.get_peft_model(copy.deepcopy(base), BEGINNINGS[case]())
+    with torch.device("meta"):
+        model = llama()
+    onefold.load_pretrained(model, tmp_path)
+    model = peft.get_peft_model(model, BEGINNINGS[case]())
+    onefold.shard(model, stage=3)
+    begun = dict(model.named_parameters())
+    for name, value in wanted.named_parameters():
+        if ".lora_" in name:
+            most = 1.3 if value.numel() > 200 else 1.6  # a factor of 16 ranks has few numbers
+            assert begun[name].std() <= most * value.std(), name
+            assert value.std() <= most * begun[name].std(), name
+        else:
+            assert torch.equal(begun[name], value), name
+    if case != "random":
+        assert torch.equal(logits(model), logits(base))
+
+
+@pytest.mark.parametrize("tuner", ["ia3", "vera", "adalora"])
+def test_adapters_whose_values_only_peft_makes_are_refused_on_meta(tuner):
+    build, config = TUNERS[tuner]
+    with torch.device("meta"):
+        model = peft.get_peft_model(build(), config())
+    with pytest.raises(onefold.ConfigError, match="adapters on the meta device to be of LoRA"):
+        onefold.shard(model)

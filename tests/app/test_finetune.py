@@ -71,8 +71,11 @@ def test_rows_of_each_kind_are_read_without_other_columns(tmp_path, row, kind, i
     ("bad", "words"),
     [
         ("{\n", r"line 3 of .* to be JSON"),
-        ("[1]\n", "to be a JSON object, got list"),
-        ({"body": "x"}, "line 3 .*'text', 'prompt'.*got 'body'"),
+        ("[1]\n", "to be a JSON object, got list.*hint: write one row a line"),
+        ("[\n", "to be JSON, .*hint: write one row a line"),
+        ({"body": "x"}, "line 3 .*'text', 'prompt'.*got 'body'.*hint: rename or convert"),
+        ({"instruction": "x", "output": "y"}, "hint: Alpaca's rows: .*output as 'completion'"),
+        ({"conversations": []}, "hint: ShareGPT's rows: write 'messages'"),
         ({"text": ""}, "'text' in line 3 .* to be text, got nothing"),
         ({"text": 5}, "to be text, got 5"),
         ({"prompt": "x"}, "line 3 .* to have 'completion' too"),
@@ -180,7 +183,11 @@ def work(made: Path, tmp_path: Path) -> Path:
         (["--model", "nowhere"], "config.json and safetensors files in --model 'nowhere'"),
         (["--data", "none.jsonl"], "No such file"),
         (["--out", "model"], "no folder at --out 'model'"),
+        (["--model", "org/name"], r"hint: nothing is downloaded: `hf download org/name"),
         (["--merge"], r"--lora R with --merge, got none"),
+        (["--stage", "4"], r"--stage to be auto, 0, 1, 2 or 3, got 4"),
+        (["--offload", "nvme"], r"offload.*got 'nvme'"),
+        (["--report-to", "wandbb"], r"--report-to to be none, all or an installed tracker"),
         (["--rest", "int4"], r"--lora R with --rest"),
         (["--resume"], "--checkpoint with --resume"),
         (["--use_peft"], r"here it is --lora 16"),
@@ -199,6 +206,25 @@ def test_what_cannot_work_is_refused_before_a_rank_starts(work, monkeypatch, cap
         given[flags[0]], more = flags[1], []
     assert main(["finetune", *(word for pair in given.items() for word in pair), *more]) == 2
     assert re.search(words, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 10, 100])
+def test_every_step_has_a_learning_rate_and_one_has_the_peak(num_steps):
+    from onefold.app.finetune.tuning import SCHEDULE
+
+    args = transformers.TrainingArguments(**SCHEDULE)
+    optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=1.0)
+    schedule = transformers.get_scheduler(
+        args.lr_scheduler_type, optimizer, args.get_warmup_steps(num_steps), num_steps,
+        scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+    )  # fmt: skip
+    rates = []
+    for _ in range(num_steps):
+        rates += schedule.get_last_lr()
+        optimizer.step()
+        schedule.step()
+    assert min(rates) >= 0.1 - 1e-9
+    assert max(rates) == 1.0
 
 
 # runs
@@ -315,8 +341,9 @@ def test_texts_train_at_the_losses_of_plain_trl(work):
     train, _ = rows.split(0, 0)
     args = trl.SFTConfig(
         str(work / "plain"), max_steps=3, per_device_train_batch_size=2, learning_rate=3e-3,
-        lr_scheduler_type="cosine", warmup_steps=0.03, max_length=48, logging_steps=1, bf16=False,
-        use_cpu=True, save_strategy="no", report_to="none", disable_tqdm=True, seed=0,
+        lr_scheduler_type="cosine_warmup_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": 0.1},
+        warmup_steps=0.03, max_length=48, logging_steps=1, bf16=False, use_cpu=True,
+        save_strategy="no", report_to="none", disable_tqdm=True, seed=0,
         gradient_checkpointing=False,
     )  # fmt: skip
     trainer = trl.SFTTrainer(

@@ -213,20 +213,26 @@ def test_a_report_says_why_a_run_holds_less_than_predicted():
     "ViTForImageClassification",
 )  # fmt: skip
 @pytest.mark.parametrize("name", MODELS)
-def test_one_rank_that_sums_two_backwards_holds_what_was_predicted(name):
-    """Accelerate accumulates so on one rank, without a word to the module."""
-    model = seeded(lambda: built(name))
-    optimizer = torch.optim.AdamW(model.parameters())
-    onefold.shard(model, optimizer, stage=3)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(3):
-        for _ in range(2):
-            model(**batch(name, generator)).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    report = onefold.report(model)
-    assert report.differing() == {}
-    assert "more than 5 %" not in report.verdict
+def test_two_backwards_without_a_word_to_the_module_hold_what_was_predicted(name):
+    """Accelerate accumulates so on one rank, and many a loop does."""
+
+    def body(rank: int, stage: int, precision: Any = None) -> None:
+        model = seeded(lambda: built(name))
+        optimizer = torch.optim.AdamW(model.parameters())
+        onefold.shard(model, optimizer, stage=stage, precision=precision)
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(3):
+            for _ in range(2):
+                model(**batch(name, generator)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        report = onefold.report(model)
+        assert report.differing() == {}
+        assert "more than 5 %" not in report.verdict
+
+    run_ranks(1, body, 3)
+    run_ranks(2, body, 3, "bf16")
+    run_ranks(3, body, 2)
 
 
 @again_but("3")

@@ -89,6 +89,22 @@ def test_ranks_of_any_launcher_train_one_model_without_another_line(
         torch.testing.assert_close(torch.load(tmp_path / str(rank)), wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.process
+def test_ranks_that_a_notebook_starts_by_accelerate_train_one_model(environment, tmp_path):
+    """On CPUs; its launcher for GPUs, `notebook_launcher`, sets the variables of torchrun."""
+    accelerate = pytest.importorskip("accelerate")
+    await_ended_threads()
+
+    def work():
+        result = train_sharded(dist.get_rank(), JOB, 2, 3)
+        torch.save(result.losses, tmp_path / str(dist.get_rank()))
+
+    accelerate.debug_launcher(work, num_processes=2)
+    wanted = train_plain(JOB).losses
+    for rank in range(2):
+        torch.testing.assert_close(torch.load(tmp_path / str(rank)), wanted, rtol=1e-5, atol=1e-6)
+
+
 CALLS = {
     "shard": lambda: onefold.shard(nn.Linear(4, 4)),
     "stream": lambda: onefold.stream(nn.Linear(4, 4), budget=1 << 20),

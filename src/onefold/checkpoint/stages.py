@@ -239,7 +239,7 @@ class Stages:
         modules than all stages of a rank, and for axes that do not multiply to the world.
         """
         if not isinstance(modules, nn.Module | Sequence):
-            hint = "for example onefold.save(path, module, optimizer)"
+            hint = "as in onefold.save(path, module, optimizer); onefold.load takes the same order"
             raise ConfigError(
                 "a module, or all stages of a rank", f"a {type(modules).__name__}", hint=hint
             )

@@ -15,7 +15,7 @@ from math import prod
 
 from torch import nn
 
-from onefold.config import Offload, Precision, stage_of
+from onefold.config import Offload, Placement, Precision, stage_of
 from onefold.engine.policy import UnitFacts, policy_of
 from onefold.engine.run_facts import RunHistory
 from onefold.engine.schedule import Schedule
@@ -226,8 +226,9 @@ def peaks_of(recipe: Recipe, rank: int | None, history: RunHistory) -> dict[str,
     """Return the most bytes of each kind in CPU and device memory, and of all ("all")."""
     known = (event for event in history.events if event.unit < len(recipe.units))
     trace = bare(recipe.units, [_event(event) for event in known])
-    is_summed = history.repeats and recipe.world_size == 1  # onto gradients that rest there
-    accumulates = history.accumulates or is_summed
+    is_cut = recipe.stage.gradient is Placement.SHARD and not recipe.has_hops
+    rests = recipe.world_size == 1 or is_cut  # a later backward finds the mean of the first
+    accumulates = history.accumulates or (history.repeats and rests)
     step = forecast(
         trace,
         recipe,

@@ -21,6 +21,7 @@ from onefold.errors import ConfigError
 from onefold.layout.module_tree import ModuleTree
 from onefold.layout.packed import QuantizedWeight
 from onefold.layout.units import Owned, UnitPlan
+from onefold.unit.added_layers import reset_adapters
 from onefold.unit.deferred import Deferred, has_nan
 from onefold.unit.promises import Values
 from onefold.wire.collectives import Group
@@ -72,6 +73,7 @@ def initialise(
             with deferred, torch.no_grad():
                 rules.initialise(tree.root)
                 rules.complete(tree.root)
+                reset_adapters(tree, rules.lacks_values)
         made = {key: place.store[place.name] for key, place in missing.items()}
         for key, place in missing.items():
             if deferred.is_unset(made[key]):
@@ -147,6 +149,10 @@ class _Rules:
             rule = partial(module.apply, cast("Any", by_module))
         if rule is not None:
             self._call(rule, module)
+
+    def lacks_values(self, tensor: Tensor) -> bool:
+        """True for a tensor in its place now that was neither loaded nor real."""
+        return id(tensor) not in self._given
 
     def _call(self, rule: Callable[[], object], module: nn.Module) -> None:
         """Run a rule, and note which shared tensors it writes."""

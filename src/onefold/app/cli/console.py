@@ -374,5 +374,6 @@ def finetune_lines(result: FinetuneResult) -> list[str]:
         answer = result.answer
         for word, text in (("prompt", answer.prompt), ("before", answer.before),
                            ("after ", answer.after)):  # fmt: skip
-            lines.append(f"{word}: {printable(text)!r}")
+            ends = "" if text else "  (the model ended at once)"
+            lines.append(f"{word}: {printable(text)!r}{ends}")
     return [*lines, "", *(f"saved: {folder}" for folder in result.saved)]

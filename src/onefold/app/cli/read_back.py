@@ -95,8 +95,8 @@ def add_checkpoints(commands: SubParsers) -> None:
         help=f"{dtypes} (default: that of each weight)")  # fmt: skip
     add("--to", type=one_of(TARGETS, "leave it out for safetensors"), default="hf",
         help="hf: weights as safetensors; dcp: weights and optimizer state as a folder of "
-        "torch.distributed.checkpoint; deepspeed-universal: both as DeepSpeed's universal folder "
-        "(default: hf)")  # fmt: skip
+        "torch.distributed.checkpoint; deepspeed-universal: both as DeepSpeed's universal "
+        "folder")  # fmt: skip
     add("--max-shard-size", metavar="SIZE", type=parse_nbytes,
         help="the largest file of safetensors, as in 500MB (default: 5GB)")  # fmt: skip
 

@@ -110,6 +110,8 @@ def _words(kind: str, is_chat: bool) -> str:
 
 def _parsed(line: bytes, where: str) -> Row:
     hint = "each line is one JSON object"
+    if line.lstrip().startswith(b"["):
+        hint = "write one row a line, as `jq -c '.[]' FILE > rows.jsonl` does"
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -129,8 +131,16 @@ def _kind_of(row: Row, where: str) -> str:
                 raise ConfigError(f"{where} to have {missing[0]!r} too", kind, hint=hint)
             return kind
     wanted = f"{where} to have 'text', 'prompt' and 'completion', or 'messages'"
-    hint = "rename the columns, or convert the file"
-    raise ConfigError(wanted, ", ".join(map(repr, row)) or "no column", hint=hint)
+    raise ConfigError(wanted, ", ".join(map(repr, row)) or "no column", hint=_columns_for(row))
+
+
+def _columns_for(row: Row) -> str:
+    """Say what rows in a form that other programs read should be."""
+    if "output" in row and "instruction" in row:
+        return "Alpaca's rows: write instruction and input as 'prompt', output as 'completion'"
+    if "conversations" in row:
+        return "ShareGPT's rows: write 'messages' with role and content, role user or assistant"
+    return 'rename or convert the columns, as to {"text": "..."}'
 
 
 def _check_row(row: Row, kind: str, where: str) -> bool:

@@ -15,9 +15,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from onefold.app.finetune.choices import FinetuneJob
+from onefold.app.finetune.choices import AUTO, FinetuneJob
 from onefold.app.finetune.progress import FinetuneObserver, TuningProgress
 from onefold.app.finetune.row_file import Row, RowFile, open_rows
+from onefold.config import offload_of
 from onefold.errors import ConfigError
 from onefold.recording.page import prepare, redraw
 from onefold.versions import install_command
@@ -33,6 +34,14 @@ NEEDED = ("transformers", "accelerate", "trl", "peft", "datasets")
 """Packages of the extra `finetune`."""
 
 
+SCHEDULE = {
+    "lr_scheduler_type": "cosine_warmup_with_min_lr", "warmup_steps": 0.03,
+    "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
+}  # fmt: skip
+"""Of the learning rate, as Trainer's arguments. Its "cosine" begins a warm-up at 0, so a smoke run
+of one step would train nothing."""
+
+
 def preflight(job: FinetuneJob) -> RowFile:
     """Refuse a job that cannot work, without building a model; return the rows of its file."""
     missing = [name for name in NEEDED if find_spec(name) is None]
@@ -45,6 +54,7 @@ def preflight(job: FinetuneJob) -> RowFile:
     if job.checkpoint is None and (job.every or job.resume):
         flag = "--every" if job.every else "--resume"
         raise ConfigError(f"--checkpoint with {flag}", "none", hint="pass --checkpoint DIR")
+    _check_words(job)
     for folder in (job.report, job.profile):
         if folder is not None:
             prepare(folder, "a report or a profile")
@@ -54,6 +64,22 @@ def preflight(job: FinetuneJob) -> RowFile:
     return open_rows(Path(job.data))
 
 
+def _check_words(job: FinetuneJob) -> None:
+    if job.stage not in (AUTO, 0, 1, 2, 3):
+        raise ConfigError("--stage to be auto, 0, 1, 2 or 3", repr(job.stage), hint="leave it out")
+    if job.offload != AUTO:
+        offload_of(job.offload)
+    if job.report_to in ("none", "all"):
+        return
+    from transformers.integrations import get_available_reporting_integrations
+
+    usable = get_available_reporting_integrations()
+    if job.report_to not in usable:
+        wanted = f"--report-to to be none, all or an installed tracker ({', '.join(usable)})"
+        hint = f"pip install {job.report_to}, if that is its package"
+        raise ConfigError(wanted, repr(job.report_to), hint=hint)
+
+
 def _check_folder(model: str) -> None:
     folder = Path(model)
     if (folder / "config.json").exists() and any(folder.glob("*.safetensors")):
@@ -61,7 +87,10 @@ def _check_folder(model: str) -> None:
     is_saved = folder.is_dir() and any(folder.rglob("manifest.json"))
     got = "a checkpoint" if is_saved else "neither there"
     hint = f"`onefold export {model} OUT` writes weights: --model OUT"
-    hint = hint if is_saved else "name the folder that the model was saved to"
+    if not is_saved:
+        hint = "name the folder that the model was saved to"
+        if not folder.exists() and model.count("/") == 1:
+            hint = f"nothing is downloaded: `hf download {model} --local-dir DIR`, then --model DIR"
     raise ConfigError(f"config.json and safetensors files in --model {model!r}", got, hint=hint)
 
 
@@ -241,7 +270,7 @@ class _Run:
             "output_dir": job.checkpoint or str(_work_folder(job)),
             "per_device_train_batch_size": job.batch,
             "per_device_eval_batch_size": job.batch, "gradient_accumulation_steps": job.accumulate,
-            "learning_rate": job.peak_lr, "lr_scheduler_type": "cosine", "warmup_steps": 0.03,
+            "learning_rate": job.peak_lr, **SCHEDULE,
             "max_grad_norm": job.clip, "max_length": job.seq, "packing": job.packing,
             "completion_only_loss": self.rows.kind == "prompt",
             "assistant_only_loss": self.rows.kind == "messages" and "{% generation" in template,

@@ -47,6 +47,9 @@ def refuse(model: str, seq: int) -> None:
         known = f"a model that is {', '.join(names)}, a config.json or module:function"
         close = get_close_matches(model.lower(), names, n=1)
         hint = f"did you mean {close[0]!r}?" if close else "a function has a colon: module:function"
+        if "/" in model:
+            hint = "there is no such folder, and nothing is downloaded: "
+            hint += f"`hf download {model} config.json --local-dir DIR`, then --model DIR"
         raise ConfigError(known, repr(model), hint=hint)
 
 
@@ -244,7 +247,8 @@ def check_config(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{str(path)!r} to have a model_type", "a file without it", hint=hint)
     if find_spec("transformers") is None:
         wanted = "the transformers package, to build a model from its config"
-        hint = f"{install_command('transformers', 'accelerate')}; byte models need no package"
+        hint = f"{install_command('transformers', 'accelerate')}, or install onefold[hf]; "
+        hint += "byte models need no package"
         raise ConfigError(wanted, "an environment without it", hint=hint)
     return config
 
