@@ -42,7 +42,7 @@ test: $(VENV)/dev.done
 again: $(VENV)/dev.done
 	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal -m again
 
-# the cheapest files of `make test`: four in ten cases, in an eighth of its time
+# the cheapest files of `make test`: four in ten cases, in a tenth of its time
 quick: $(VENV)/dev.done
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not again" --quick
 
