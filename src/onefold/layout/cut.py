@@ -90,9 +90,9 @@ class Cut:
         if self.is_replicated:
             return (), ()
         start, stop = self.ranges[rank]
-        offsets = tuple(start if dim == self.dim else 0 for dim in range(len(self.shape)))
-        sizes = (*self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :])
-        return offsets, sizes
+        before, after = self.shape[: self.dim], self.shape[self.dim + 1 :]
+        offsets = (*(0,) * len(before), start, *(0,) * len(after))
+        return offsets, (*before, stop - start, *after)
 
     def own_view(self, full: Tensor, rank: int) -> Tensor:
         """The rank's piece of `full` [shape, or flat], as a view of its memory if it can be."""

@@ -124,7 +124,7 @@ class Layout:
             if self.world_size == 1:
                 ends = (*(slot.full_offset for slot in self.slots), self.full_numel)
             else:
-                rooms = (round_up(slot.piece_numel(rank), self._multiple) for slot in self.slots)
+                rooms = [_room(slot.cut, rank, self._multiple) for slot in self.slots]
                 ends = tuple(accumulate(rooms, initial=0))
             self._starts[rank] = ends
         return self._starts[rank]
@@ -155,6 +155,12 @@ class Layout:
 def _slot_pieces(cut: Cut) -> Ranges:
     """`Slot.pieces` of a parameter."""
     return cut.slab_ranges if cut.num_slabs == 1 else cut.slab_ranges[:0]
+
+
+@lru_cache(maxsize=4096)
+def _room(cut: Cut, rank: int, multiple: int) -> int:
+    """Elements of the rank's shard that a piece takes."""
+    return round_up(cut.piece_numel(rank), multiple)
 
 
 def split_at(spans: Sequence[Range], numel: int) -> list[int]:

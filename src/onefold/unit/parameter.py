@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from functools import cached_property, partial
+from math import prod
 from typing import Any
 from weakref import ref
 
@@ -61,9 +62,9 @@ class UnitParameter(ShardedForm):
         self.spec = spec
         slot = self.slot = spec.rest.slots[self.index]
         rank = spec.context.rest_rank
-        start, numel = spec.rest.starts(rank)[self.index], slot.piece_numel(rank)
-        self.span = slice(start, start + numel)  # of own rows, in the unit's flat buffers
-        self.local = weight[self.span].view(slot.cut.piece_shape(rank))
+        start, shape = spec.rest.starts(rank)[self.index], slot.cut.piece_shape(rank)
+        self.span = slice(start, start + prod(shape))  # of own rows, in the unit's flat buffers
+        self.local = weight[self.span].view(shape)
 
     def recut(self, spec: UnitSpec, weight: Tensor) -> None:
         """Show other rows, which lie in `weight`. The parameter stays the same object."""
