@@ -751,6 +751,15 @@ def test_factors_on_a_meta_model_have_the_distribution_of_peft(case, tmp_path):
         assert torch.equal(logits(model), logits(base))
 
 
+def test_a_copy_that_peft_trains_whole_has_the_rule_of_a_model_on_meta():
+    """The base has no files here, so that its values and those of the copy are drawn."""
+    with torch.device("meta"):
+        model = peft.get_peft_model(llama(), lora(modules_to_save=["lm_head"]))
+    onefold.shard(model)
+    (copied,) = [p for name, p in model.named_parameters() if "modules_to_save" in name]
+    assert 0.01 < copied.std() < 0.04  # of the model: 0.02
+
+
 @pytest.mark.parametrize("tuner", ["ia3", "vera", "adalora"])
 def test_adapters_whose_values_only_peft_makes_are_refused_on_meta(tuner):
     build, config = TUNERS[tuner]

@@ -92,8 +92,8 @@ class GatherPlan:
     def on_one_axis(layout: Layout, rank: int, num_flags: int) -> GatherPlan:
         """All slabs of a unit, and a flag of each rank behind them, or none."""
         regions, places = list[tuple[Slot, int]](), list[Range]()
-        for slabs, start in zip(layout.slabs(), layout.starts(rank), strict=False):
-            numel = slabs[0].piece_numel(rank)  # of each slab
+        for slabs, (start, stop) in zip(layout.slabs(), layout.own_spans(rank), strict=True):
+            numel = (stop - start) // len(slabs)
             for number, slab in enumerate(slabs):
                 regions.append((slab, slab.full_offset))
                 places.append((start + number * numel, start + (number + 1) * numel))
@@ -110,12 +110,8 @@ class GatherPlan:
         else:
             regions = [(axes.between(slot), slot.full_offset) for slot in slots]
             flags, numel = axes.between(flags_of(layout.world_size)), layout.full_numel
-        rank = axes.rank
-        places = [
-            (start, start + slot.piece_numel(rank))
-            for slot, start in zip(slots, layout.starts(rank), strict=False)
-        ]
-        return _gather_plan(layout, (rank, axes.node), places, regions, numel, [flags] * has_flags)
+        ranks, places = (axes.rank, axes.node), layout.own_spans(axes.rank)
+        return _gather_plan(layout, ranks, places, regions, numel, [flags] * has_flags)
 
 
 def _gather_plan(

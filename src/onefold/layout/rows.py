@@ -133,16 +133,19 @@ class Layout:
         """Elements of the rank's shard buffer (in a world of one: the full buffer)."""
         return self.starts(rank)[-1]
 
+    def own_spans(self, rank: int) -> list[Range]:
+        """[start, stop) of each slot's piece in the rank's shard buffer."""
+        pairs = zip(self.slots, self.starts(rank), strict=False)
+        return [(start, start + slot.piece_numel(rank)) for slot, start in pairs]
+
     def slabs(self) -> list[list[Slot]]:
         """Every slab of each parameter, as regions of a message over one axis."""
         return [slot.slabs() for slot in self.slots]
 
     def gaps(self, rank: int) -> list[int]:
         """The elements of the rank's shard buffer that belong to no piece."""
-        starts, stops = self.starts(rank), [0]
-        for slot, start in zip(self.slots, starts, strict=False):
-            stops.append(start + slot.piece_numel(rank))
-        pairs = zip(stops, starts, strict=True)
+        stops = [0, *(stop for _, stop in self.own_spans(rank))]
+        pairs = zip(stops, self.starts(rank), strict=True)
         return [element for stop, start in pairs for element in range(stop, start)]
 
     def span(self, first: int, last: int, rank: int) -> tuple[int, int]:

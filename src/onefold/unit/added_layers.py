@@ -32,11 +32,10 @@ def reset_adapters(tree: ModuleTree, is_missing: IsMissing) -> None:
         configs |= found if isinstance(found, Mapping) else {}
     for fqn, part in tree.parts:
         for adapter in _missing_adapters(part, is_missing) if configs else ():
-            config = configs.get(adapter)
-            asked = getattr(config, ASKED, None)
+            asked = getattr(configs.get(adapter), ASKED, None)
             reset: Any = getattr(part, "reset_lora_parameters", None)
             if reset is None or ASKED not in signature(reset).parameters or asked is None:
-                raise _unknown(fqn, type(config).__name__)
+                raise _unknown(fqn, f"{type(part).__module__}.{type(part).__name__}")
             if not (isinstance(asked, bool) or str(asked).lower() == "gaussian"):
                 raise _unknown(fqn, f"{ASKED}={asked!r}")
             if asked is False:  # then they are those of linear layers
@@ -46,22 +45,20 @@ def reset_adapters(tree: ModuleTree, is_missing: IsMissing) -> None:
 
 
 def _missing_adapters(part: nn.Module, is_missing: IsMissing) -> Iterator[str]:
-    """The adapters of a layer of PEFT that have no values; none of any other module."""
-    names = getattr(part, "adapter_layer_names", ())
-    tables: list[Any] = [getattr(part, name, None) for name in names if isinstance(name, str)]
-    keys = dict.fromkeys(
-        key for table in tables if isinstance(table, nn.ModuleDict | nn.ParameterDict)
-        for key in table
-    )  # fmt: skip
-    for key in keys:
-        held = [table[key] for table in tables if table is not None and key in table]
-        tensors = [
-            tensor
-            for item in held
-            for tensor in (item.parameters() if isinstance(item, nn.Module) else [item])
-        ]
-        if any(is_missing(tensor) for tensor in tensors):
-            yield key
+    """The adapters of a layer of PEFT that have no values; none of any other module.
+
+    A copy that PEFT trains whole (`modules_to_save`) is no such layer: the model's rule is its own.
+    """
+    if not hasattr(part, "get_base_layer"):
+        return
+    tables = (getattr(part, name, None) for name in getattr(part, "adapter_layer_names", ()))
+    held = dict[str, list[Any]]()
+    for table in tables:
+        if isinstance(table, nn.ModuleDict | nn.ParameterDict):
+            for key, value in table.items():
+                is_module = isinstance(value, nn.Module)
+                held.setdefault(key, []).extend(value.parameters() if is_module else [value])
+    yield from (key for key, tensors in held.items() if any(map(is_missing, tensors)))
 
 
 def _factors(part: Any, adapter: str) -> Iterator[Any]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from onefold.app.finetune.choices import AUTO, FinetuneJob
 from onefold.app.finetune.progress import FinetuneObserver, TuningProgress
 from onefold.app.finetune.row_file import Row, RowFile, open_rows
-from onefold.config import offload_of
+from onefold.config import offload_of, stage_of
 from onefold.errors import ConfigError
 from onefold.recording.page import prepare, redraw
 from onefold.versions import install_command
@@ -65,18 +65,23 @@ def preflight(job: FinetuneJob) -> RowFile:
 
 
 def _check_words(job: FinetuneJob) -> None:
-    if job.stage not in (AUTO, 0, 1, 2, 3):
-        raise ConfigError("--stage to be auto, 0, 1, 2 or 3", repr(job.stage), hint="leave it out")
+    if job.stage != AUTO:
+        stage_of(job.stage)
     if job.offload != AUTO:
         offload_of(job.offload)
     if job.report_to in ("none", "all"):
         return
-    from transformers.integrations import get_available_reporting_integrations
+    from transformers.integrations import get_available_reporting_integrations, integration_utils
 
-    usable = get_available_reporting_integrations()
+    usable, known = (
+        get_available_reporting_integrations(),
+        integration_utils.INTEGRATION_TO_CALLBACK,
+    )
     if job.report_to not in usable:
         wanted = f"--report-to to be none, all or an installed tracker ({', '.join(usable)})"
-        hint = f"pip install {job.report_to}, if that is its package"
+        hint = f"transformers knows {', '.join(known)}"
+        if job.report_to in known:
+            hint = f"install the package of {job.report_to}"
         raise ConfigError(wanted, repr(job.report_to), hint=hint)
 
 
