@@ -73,10 +73,8 @@ def _check_words(job: FinetuneJob) -> None:
         return
     from transformers.integrations import get_available_reporting_integrations, integration_utils
 
-    usable, known = (
-        get_available_reporting_integrations(),
-        integration_utils.INTEGRATION_TO_CALLBACK,
-    )
+    usable = get_available_reporting_integrations()
+    known = integration_utils.INTEGRATION_TO_CALLBACK
     if job.report_to not in usable:
         wanted = f"--report-to to be none, all or an installed tracker ({', '.join(usable)})"
         hint = f"transformers knows {', '.join(known)}"
