@@ -49,7 +49,7 @@ def _missing_adapters(part: nn.Module, is_missing: IsMissing) -> Iterator[str]:
 
     A copy that PEFT trains whole (`modules_to_save`) is no such layer: the model's rule is its own.
     """
-    if not hasattr(part, "get_base_layer"):
+    if getattr(part, "get_base_layer", None) is None:
         return
     tables = (getattr(part, name, None) for name in getattr(part, "adapter_layer_names", ()))
     held = dict[str, list[Any]]()
