@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from onefold.layout import messages as layout_messages
+from onefold.layout import message_plan
 from onefold.planner import message_counts as messages
 from tests.support.budgets import BUDGETS, Budgets, quick_files
 from tests.support.forking import spare_collector
@@ -67,7 +67,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture
 def sharing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Regions of 64 bytes share messages as those of 64 KiB do."""
-    monkeypatch.setattr(layout_messages, "PACK_NBYTES", 64)
+    monkeypatch.setattr(message_plan, "PACK_NBYTES", 64)
     messages._messages_of.cache_clear()
     yield
     messages._messages_of.cache_clear()

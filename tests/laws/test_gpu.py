@@ -16,7 +16,7 @@ from onefold.compose.routes import Links
 from onefold.engine import blocks
 from onefold.engine.registry import engine_of
 from onefold.layout.ledger import Ledger
-from onefold.layout.messages import SHARE_NBYTES
+from onefold.layout.message_plan import SHARE_NBYTES
 from onefold.layout.rows import Layout
 from onefold.tier.step_device import DeviceStep
 from onefold.tier.store import GRAIN_NUMEL

@@ -16,6 +16,7 @@ from onefold import Wire
 from onefold.config import STAGES, stage_of
 from onefold.engine import blocked_adam
 from onefold.engine.registry import engine_of
+from onefold.layout import message_plan
 from onefold.layout import messages as layout_messages
 from onefold.planner import message_counts as planner_messages
 from onefold.planner.memory import forecast
@@ -30,7 +31,7 @@ from tests.support.ranks import run_ranks, seeded
 from tests.support.rows import worlds_in_turn
 
 SRC = Path(onefold.__file__).parent
-SIZES = {"PACK_NBYTES": 64, "SHARE_NBYTES": 1, "ALIGN_NBYTES": 128}
+SIZES = {"PACK_NBYTES": 64, "SHARE_NBYTES": 1, "ALIGN_NBYTES": 128, "FEW_RANKS": 1}
 
 
 @pytest.fixture
@@ -65,7 +66,8 @@ def sent_and_planned(rank, wire):
 def test_plan_and_run_agree_when_a_size_changes_in_its_one_place(world_size, size, monkeypatch):
     """With exact and with quantized messages, to the byte: sent, and held in buffers."""
     if size is not None:
-        monkeypatch.setattr(layout_messages, size, SIZES[size])
+        room = layout_messages if size == "ALIGN_NBYTES" else message_plan
+        monkeypatch.setattr(room, size, SIZES[size])
     for wire in (Wire(), Wire(weights="int8", gradients="int4")):
         for counted, planned in run_ranks(world_size, sent_and_planned, wire):
             assert counted == planned, (wire, size)
@@ -123,7 +125,7 @@ def test_the_planner_writes_no_size_of_a_kernel_block_or_message_itself():
 
 
 def test_a_size_of_messages_is_written_in_one_file():
-    home = constants(SRC / "layout" / "messages.py")
+    home = constants(SRC / "layout" / "message_plan.py")
     assert home == set(SIZES)
     rooms = [path for room in ("wire", "planner", "outer") for path in (SRC / room).glob("*.py")]
     assert [path.name for path in rooms if constants(path) & home] == []

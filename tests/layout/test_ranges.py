@@ -22,8 +22,7 @@ def any_ranges(draw):
     extent, world_size = draw(extents), draw(worlds)
     ranges = draw(
         st.sampled_from(
-            [Ranges.over(extent, world_size), Ranges.alike(extent, world_size),
-             Ranges.nearly_equal(extent, world_size)]
+            [Ranges.over(extent, world_size), Ranges.alike(extent, world_size)]
         ) | shares.map(lambda weights: Ranges.over(extent, len(weights), weights))
     )  # fmt: skip
     first, step = draw(st.integers(0, 3)), draw(st.integers(1, 3))
@@ -39,6 +38,20 @@ def test_a_range_by_number_is_that_of_the_list(ranges):
     assert tuple(ranges[1::2]) == tuple(listed[1::2])
     if listed:
         assert ranges[-1] == listed[-1]
+        assert ranges.length(0) == ranges.lengths[0]
+    assert ranges.most == max(ranges.lengths, default=0)
+    lie_together = all(end == begin for (_, end), (begin, _) in pairwise(listed))
+    is_equal = len(set(ranges.lengths)) == 1 and (lie_together or ranges.lengths[0] == 0)
+    assert ranges.common == (ranges.lengths[0] if is_equal else 0)
+
+
+@given(any_ranges().filter(lambda ranges: len(ranges) and not ranges.prefix))
+def test_a_stack_has_the_ranges_as_rows(ranges):
+    start, longest, stride, full, short = ranges.stack
+    rows = [(start + stride * row, start + stride * row + longest) for row in range(full)]
+    held = [each for each in ranges if each[0] < each[1]]
+    assert [row for row in rows if longest] == held[:full]
+    assert [stop - start for start, stop in held[full:]] == [short] * (short > 0)
 
 
 @given(any_ranges(), st.integers(0, 9))
@@ -74,13 +87,6 @@ def test_equal_weights_that_divide_cut_as_no_weights_do():
     assert list(Ranges.over(12, 3, (2, 2, 2))) == list(Ranges.over(12, 3))
 
 
-@given(extents, worlds)
-def test_nearly_equal_ranges_differ_by_one_at_most(extent, world_size):
-    lengths = Ranges.nearly_equal(extent, world_size).lengths
-    assert sum(lengths) == extent
-    assert max(lengths) - min(lengths) <= 1
-
-
 def test_ranges_of_16384_ranks_take_no_more_memory_than_those_of_two():
     def nbytes(ranges):
         fields = [getattr(ranges, name) for name in ranges.__slots__]
@@ -88,7 +94,6 @@ def test_ranges_of_16384_ranks_take_no_more_memory_than_those_of_two():
 
     for few, many in (
         (Ranges.over(9, 2), Ranges.over(1, 16384)),
-        (Ranges.nearly_equal(9, 2), Ranges.nearly_equal(99_999, 16384)),
         (Ranges.over(9, 2)[1::2].joined(3), Ranges.over(99_999, 16384)[5::8].joined(3)),
     ):
         assert nbytes(many) <= nbytes(few) + 16

@@ -13,7 +13,7 @@ from onefold.compat import NAMES
 from onefold.compose.routes import Links
 from onefold.errors import WireError
 from onefold.layout.ledger import Ledger
-from onefold.layout.messages import SHARE_NBYTES
+from onefold.layout.message_plan import SHARE_NBYTES
 from onefold.layout.rows import Layout
 from onefold.wire.collectives import Group
 from onefold.wire.exchange import Exchange

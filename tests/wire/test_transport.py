@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onefold.layout.ledger import Kind, Ledger
-from onefold.layout.messages import PACK_NBYTES, SHARE_NBYTES
+from onefold.layout.message_plan import PACK_NBYTES, SHARE_NBYTES
 from onefold.layout.rows import Layout, round_up
 from onefold.wire.codec import codec_of
 from onefold.wire.collectives import Group

@@ -16,7 +16,7 @@ import onefold
 from onefold import Wire
 from onefold.engine.registry import engine_of
 from onefold.layout.ledger import Usage
-from onefold.layout.messages import ALIGN_NBYTES
+from onefold.layout.message_plan import ALIGN_NBYTES
 from onefold.layout.rows import round_up
 from onefold.wire.codec import codec_of
 from onefold.wire_config import PRESETS

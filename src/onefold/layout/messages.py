@@ -11,42 +11,22 @@ carry no state:
     failures    behind weights that a tier brings, from each rank: whether it could read its rows
     uses        behind gradients, to every rank: whether this rank used each parameter
 
-`MessagePlan` says which regions of an exact message travel together:
-
-    large    apart | travels from and to where it lies
-    medium   packed | rank 0: its pieces, one behind the other | rank 1: ...
-    small    packed behind them, element by element
-
-`QuantizedMessages` says where each part of a quantized message lies. Sizes that decide about
-messages are written here alone: wire/ and planner/ import them. See docs/adr/0001.
+`MessagePlan` (layout/message_plan.py) says which regions of an exact message travel together,
+`QuantizedMessages` where each part of a quantized message lies. See docs/adr/0001.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from onefold.layout.message_plan import ALIGN_NBYTES, MessagePlan
 from onefold.layout.ranges import Range, Ranges
 from onefold.layout.rows import Layout, Slot, round_up, split_at
 from onefold.layout.two_axes import Axes, NodeLayout
-
-PACK_NBYTES = 64 * 1024
-"""Regions whose pieces are smaller share one message: its copy costs less than its latency.
-
-Measured on 2 cores, gloo: a transformer block as 4 large regions and one packed message gathers in
-9.0 ms (2 ranks), as one contiguous message in 9.5 ms, packed and copied out whole in 10.4 ms.
-"""
-
-SHARE_NBYTES = 2 << 20
-"""Regions with fewer bytes in all share a message, too, except on NCCL: gloo wakes a thread for
-each message. On 2 cores a step of 3 M parameters takes 3-7 % less of 2 ranks, 8-14 % less of 4."""
-
-ALIGN_NBYTES = 16
-"""Parts of a quantized message start at multiples of it: a codec reads them as wider numbers."""
 
 
 class Regions(NamedTuple):
@@ -181,7 +161,7 @@ def parts_of_replicas(layout: Layout, rank: int, replicas: int) -> Parts:
     return [
         [Slot(slot.fqn, (), 0, Ranges.alike(1, replicas))]
         if slot.replicated
-        else [Slot(slot.fqn, slot.shape, 0, Ranges.nearly_equal(slot.piece_numel(rank), replicas))]
+        else [Slot(slot.fqn, slot.shape, 0, Ranges.over(slot.piece_numel(rank), replicas))]
         for slot in layout.slots
     ]
 
@@ -199,145 +179,6 @@ def own_part_travels(world_size: int) -> bool:
     be two collectives instead of one. A rank alone sends nothing else.
     """
     return world_size != 2
-
-
-# one message
-
-
-class Size(Enum):
-    """How a region travels, see the module."""
-
-    SMALL = auto()
-    MEDIUM = auto()
-    LARGE = auto()
-
-
-class MessageRanks(Protocol):
-    """The ranks that exchange a message, and the one that plans it."""
-
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def is_nccl(self) -> bool: ...
-    @property
-    def packs(self) -> bool: ...
-
-
-class MessagePlan:
-    """How the regions of one message are cut over the ranks, and what one of them sends.
-
-    The regions that are not `large` share one message, which has for each rank its pieces of the
-    `medium` ones, copied piece by piece, then those of the `small` ones. Only reductions have
-    replicated regions, sent to every rank. `name` is that of the unit or parameter, for observers.
-    """
-
-    def __init__(
-        self, slots: Sequence[Slot], offsets: Sequence[int] | None, group: MessageRanks,
-        itemsize: int, name: str = "",
-    ) -> None:  # fmt: skip
-        self.name = name
-        self.itemsize = itemsize
-        self.rank, self.world_size = group.rank, group.world_size
-        self.pieces = [slot.pieces for slot in slots]
-        self.numels = [pieces.lengths for pieces in self.pieces]
-        self.is_replicated = [slot.replicated and group.world_size > 1 for slot in slots]
-        self.is_matrix = [bool(slot.fqn) and len(slot.shape) > 1 for slot in slots]
-        is_nccl, packs = group.is_nccl, group.packs  # the first asks torch for its backends
-        sizes = [
-            self._size(index, slot.num_slabs, is_nccl=is_nccl, packs=packs)
-            for index, slot in enumerate(slots)
-        ]
-        self.small, self.medium, self.large = (
-            [index for index, size in enumerate(sizes) if size is wanted] for wanted in Size
-        )
-        self._offsets = offsets
-        self.small_numels, self._medium_numels = (
-            [[self.numels[index][rank] for index in these] for rank in range(self.world_size)]
-            for these in (self.small, self.medium)
-        )
-        self.packed_numels = [
-            sum(small) + sum(medium)
-            for small, medium in zip(self.small_numels, self._medium_numels, strict=True)
-        ]
-        state = [
-            numels
-            for numels, slot, replicated in zip(self.numels, slots, self.is_replicated, strict=True)
-            if slot.fqn and not replicated
-        ]
-        self._sharded_numel = sum(map(sum, state))
-        self.own_numel = sum(numels[self.rank] for numels in state)
-        self.numel = sum(map(sum, self.numels))
-        self.identity = (name, itemsize, self.numel)
-        """Tells the message from others: the same on every rank."""
-
-    def _size(self, index: int, num_slabs: int, *, is_nccl: bool, packs: bool) -> Size:
-        """Classify a region.
-
-        A region that is one of `num_slabs` is small if all of them are: an index costs 8 bytes for
-        each element.
-        """
-        numels = self.numels[index]
-        nbytes = max(numels) * self.itemsize
-        if self.is_replicated[index] or nbytes * num_slabs < PACK_NBYTES:
-            return Size.SMALL
-        shares = packs or (not is_nccl and sum(numels) * self.itemsize <= SHARE_NBYTES)
-        return Size.MEDIUM if shares or nbytes < PACK_NBYTES else Size.LARGE
-
-    # elements that this rank sends
-
-    @cached_property
-    def gather_numel(self) -> int:
-        """Own rows, to all others."""
-        return self.own_numel * (self.world_size - 1)
-
-    @cached_property
-    def reduce_numel(self) -> int:
-        """The rows of all others, to each its own."""
-        return self._sharded_numel - self.own_numel
-
-    @cached_property
-    def control_numel(self) -> int:
-        """Flags, and replicated gradients, to all others."""
-        own = sum(numels[self.rank] for numels in self.numels)
-        return (own - self.own_numel) * (self.world_size - 1)
-
-    # where elements lie
-
-    @cached_property
-    def spans(self) -> list[list[Range]]:
-        """[start, stop) of each region and rank: from the offsets, or in small regions, joined."""
-        is_small = set(self.small)
-        ends = (
-            pieces[-1][1] if index in is_small else 0 for index, pieces in enumerate(self.pieces)
-        )
-        starts = [0, *accumulate(ends)][:-1] if self._offsets is None else self._offsets
-        return [
-            [(offset + start, offset + stop) for start, stop in pieces]
-            for pieces, offset in zip(self.pieces, starts, strict=True)
-        ]
-
-    @cached_property
-    def packed_numel(self) -> int:
-        """Elements of the message that regions share."""
-        return sum(self.packed_numels)
-
-    @cached_property
-    def packed_spans(self) -> list[Range]:
-        """Each rank's part of the message that regions share."""
-        return list(pairwise(accumulate(self.packed_numels, initial=0)))
-
-    @cached_property
-    def small_spans(self) -> list[Range]:
-        """Each rank's part of all small regions, laid end to end."""
-        return list(pairwise(accumulate(map(sum, self.small_numels), initial=0)))
-
-    @cached_property
-    def chunk_numels(self) -> list[list[int]]:
-        """By rank: its elements of each medium region, then of all small ones."""
-        pairs = zip(self._medium_numels, self.small_numels, strict=True)
-        return [[*medium, sum(small)] for medium, small in pairs]
 
 
 # quantized messages
@@ -365,8 +206,8 @@ class QuantizedMessages:
     ) -> None:  # fmt: skip
         self._rows = rows
         self._is_quantized = plan.is_matrix
-        ranks = range(plan.world_size)
-        self._by_rank = [tuple(numels[rank] for numels in plan.numels) for rank in ranks]
+        lengths = [pieces.lengths for pieces in plan.pieces]
+        self._by_rank = [tuple([own[rank] for own in lengths]) for rank in range(plan.world_size)]
         self._places = {  # most ranks have the same lengths
             numels: self._placed(numels, nbytes_of, itemsize) for numels in set(self._by_rank)
         }
@@ -374,8 +215,8 @@ class QuantizedMessages:
         self.own_nbytes = self.numels[plan.rank]
         if is_reduced:
             self.numels[plan.rank] = 0
-        self.spans = list(pairwise(accumulate(self.numels, initial=0)))
-        self.nbytes = self.spans[-1][1]
+        self.spans = Ranges.ending_at([*accumulate(self.numels, initial=0)])
+        self.nbytes = self.spans.extent
 
     def _placed(
         self, numels: Sequence[int], nbytes_of: Callable[[int], int], itemsize: int

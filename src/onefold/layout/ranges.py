@@ -14,13 +14,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, repeat
-from typing import overload
+from typing import NamedTuple, overload
 
 Range = tuple[int, int]
 """[start, stop)."""
 
 Shares = tuple[int, ...] | None
 """One weight per rank, in rank order; None where all ranks hold the same."""
+
+
+class Stack(NamedTuple):
+    """Ranges as the rows of a matrix: `full` of them, then one of `short` indices, if not 0."""
+
+    start: int  # of the first row
+    longest: int  # the indices of a full row
+    stride: int  # between rows
+    full: int
+    short: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +50,6 @@ class Ranges(Sequence[Range]):
         if shares is None:
             return Ranges(extent, range(world_size), max(1, -(-extent // world_size)))
         return Ranges(extent, range(world_size), prefix=_prefix_of(shares))
-
-    @staticmethod
-    def nearly_equal(extent: int, world_size: int) -> Ranges:
-        """Cut `extent` indices into ranges that differ by one at most."""
-        return Ranges(extent, range(world_size), prefix=range(world_size + 1))
 
     @staticmethod
     def alike(extent: int, world_size: int) -> Ranges:
@@ -119,6 +124,38 @@ class Ranges(Sequence[Range]):
         """How many of these ranks have as much as a rank can: the first ones."""
         full = self.extent // self.longest  # ranks of the whole world
         return len(range(self.which.start, min(full, self.which.stop), self.which.step))
+
+    def length(self, number: int) -> int:
+        """Indices of one of these ranks."""
+        start, stop = self[number]
+        return stop - start
+
+    @property
+    def most(self) -> int:
+        """The indices of the rank that has most."""
+        if self.prefix:
+            return max(self.lengths, default=0)
+        return self.length(0) if self.which else 0  # the first is the longest
+
+    @property
+    def common(self) -> int:
+        """The length of every range, where all are alike and lie side by side; else 0."""
+        if not self.which:
+            return 0
+        length = self.length(0)
+        is_equal = set(self.lengths) == {length} if self.prefix else self.length(-1) == length
+        is_together = len(self.which) == 1 or not (self.is_alike or self.which.step > 1)
+        return length if is_equal and is_together else 0
+
+    @property
+    def stack(self) -> Stack:
+        """Where unweighted ranges lie: many as long as the first, at most one that is shorter."""
+        start, longest = self.shift, (self.longest or self.extent) * self.scale
+        if self.is_alike:
+            return Stack(start, longest, 0, len(self.which), 0)
+        full, step = self._num_full(), self.which.step * longest
+        short = self.length(full) if full < len(self.which) else 0
+        return Stack(self[0][0] if self.which else start, longest, step, full, short)
 
     @property
     def has_empty(self) -> bool:

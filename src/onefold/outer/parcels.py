@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from onefold.layout.cut import Cut
-from onefold.layout.messages import ALIGN_NBYTES
+from onefold.layout.message_plan import ALIGN_NBYTES
 from onefold.layout.ranges import Range
 from onefold.layout.rows import round_up
 from onefold.wire.codec import Codec

@@ -8,7 +8,7 @@ from onefold.engine import blocked_adam, blocks
 from onefold.engine.driving import Action
 from onefold.engine.policy import Policy
 from onefold.planner.action_executor import ActionExecutor
-from onefold.planner.message_counts import PlannedUnit
+from onefold.planner.message_counts import PlannedMessage, PlannedUnit
 from onefold.planner.work import Event, EventKind
 from onefold.recipe import Recipe
 from onefold.tier.step_device import NUM_STREAMS
@@ -278,11 +278,16 @@ class ByteExecutor(ActionExecutor):
             keeps = self._recipe.device_type == "cpu"
             spares.give(nbytes, nbytes, None, keeps=keeps)
 
+    def _send(self, collective: str, message: PlannedMessage) -> None:
+        self.sent[collective] += message.sent
+        if message.padding:
+            self.sent["padding"] += message.padding
+
     # one verb each: weights
 
     def _fill(self, index: int) -> None:
         message = self._units[index].messages.cross
-        self.sent["gather between"] += message.sent
+        self._send("gather between", message)
         self._stage(index, "gather between", message.buffers)
 
     def _gather(self, index: int) -> None:
@@ -296,7 +301,7 @@ class ByteExecutor(ActionExecutor):
             self._decode_staged(index)
         else:
             self._fill(index)
-        self.sent["gather" + self._recipe.gather_suffix] += unit.messages.gather.sent
+        self._send("gather" + self._recipe.gather_suffix, unit.messages.gather)
         self._stage(index, "gather", unit.messages.gather.buffers)
 
     def _stage(self, index: int, link: str, buffers: tuple[int, ...]) -> None:
@@ -343,7 +348,7 @@ class ByteExecutor(ActionExecutor):
         elif not recipe.reduces_in_hops and recipe.world_size > 1:
             self._make_grad(index)
         self.begin_message(index, "first", messages.reduce.buffers)
-        self.sent["reduce_scatter" + recipe.reduce_suffix] += messages.reduce.sent
+        self._send("reduce_scatter" + recipe.reduce_suffix, messages.reduce)
         self._counter.see()
 
     def _land(self, index: int) -> None:
@@ -362,14 +367,14 @@ class ByteExecutor(ActionExecutor):
         self.begin_message(index, "second", second_hop.buffers)
         crosses = recipe.reduces_in_hops or recipe.are_replicas
         name = "reduce_scatter between" if crosses else "gather"
-        self.sent[name] += second_hop.sent
+        self._send(name, second_hop)
         self._counter.see()
 
     def _finish(self, index: int) -> None:
         messages = self._units[index].messages
         self.give(index, "second", messages.second_hop.buffers)
         name = "gather between" if self._recipe.is_sharded else "gather"
-        self.sent[name] += messages.share.sent
+        self._send(name, messages.share)
         if messages.share.buffers:
             self.begin_message(index, "third", messages.share.buffers)
             self._counter.see()

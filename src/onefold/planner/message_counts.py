@@ -17,9 +17,9 @@ from itertools import compress
 from typing import NamedTuple
 
 from onefold.layout.flat import UnitBytes, unit_bytes
+from onefold.layout.message_plan import MessagePlan
 from onefold.layout.messages import (
     GatherPlan,
-    MessagePlan,
     NodeParts,
     Parts,
     QuantizedMessages,
@@ -44,12 +44,14 @@ class PlannedMessage:
     """One collective: the bytes that this rank sends, and its buffers until the message is read.
 
     `buffers`: quantized messages, messages that regions share, and buffers that a reduction
-    receives into. `owed`: elements that this rank sends quantized.
+    receives into. `owed`: elements that this rank sends quantized. `padding`: bytes that this rank
+    sends besides, behind pieces that are shorter than the longest.
     """
 
     sent: int = 0
     buffers: tuple[int, ...] = ()
     owed: int = 0
+    padding: int = 0
 
 
 NOTHING = PlannedMessage()
@@ -224,10 +226,11 @@ def _gather(regions: Regions, group: _Group, word: str, itemsize: int) -> Planne
     plan = MessagePlan(*regions, group, itemsize)
     shared = (plan.packed_numel * itemsize,) if plan.medium else ()
     if word == EXACT:
-        return PlannedMessage(plan.gather_numel * itemsize, shared)
+        padding = plan.gather_padding * itemsize
+        return PlannedMessage(plan.gather_numel * itemsize, shared, padding=padding)
     codec = codec_of(word.removesuffix(DIFFERENCE))
     messages = QuantizedMessages(plan, plan.pieces, codec.nbytes, itemsize)
-    owed = sum(numels[plan.rank] for numels in compress(plan.numels, plan.is_matrix))
+    owed = sum(compress(plan.own_numels, plan.is_matrix))
     starts_exact = word.endswith(DIFFERENCE)  # the first message: differences refer to it
     staged = max((messages.nbytes, *shared)) if starts_exact else messages.nbytes
     return PlannedMessage(messages.own_nbytes * (group.world_size - 1), (staged,), owed)
@@ -242,12 +245,14 @@ def _reduce(members: tuple[Member, ...], parts: Parts, group: _Group, word: str)
     if word != EXACT:
         nbytes_of = codec_of(word).nbytes
         messages = QuantizedMessages(plan, plan.pieces, nbytes_of, itemsize, is_reduced=True)
-        matrices = compress(plan.numels, plan.is_matrix)
-        owed = sum(sum(numels) - numels[plan.rank] for numels in matrices)
+        matrices = compress(zip(plan.pieces, plan.own_numels, strict=True), plan.is_matrix)
+        owed = sum(pieces.numel - own for pieces, own in matrices)
         received = (ranks - 1) * messages.own_nbytes
         return PlannedMessage(messages.nbytes, (messages.nbytes, received), owed)
     shared = (plan.packed_numel,) if plan.medium else ()
-    own = [*(plan.numels[index][plan.rank] for index in plan.large), plan.packed_numels[plan.rank]]
+    apart = (plan.own_numels[index] for index in (*plan.large, *plan.counted))
+    own = [*apart, plan.chunk_numel]
     received = [numel * (ranks if own_part_travels(ranks) else 1) for numel in own]
     buffers = tuple(numel * itemsize for numel in (*received, *shared))
-    return PlannedMessage(plan.reduce_numel * itemsize, buffers)
+    padding = plan.reduce_padding * itemsize
+    return PlannedMessage(plan.reduce_numel * itemsize, buffers, padding=padding)

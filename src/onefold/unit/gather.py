@@ -179,7 +179,7 @@ class UnitGather:
         if self._layout is None or not self._transport.is_quantized:
             return None
         keeps = self._spec.context.routes.sends_differences
-        rows: list[Tensor | None] = [None] * len(self._layout.numels)
+        rows: list[Tensor | None] = [None] * len(self._layout.pieces)
         return SendRows(rows, has_base=keeps and self._has_base, is_base_kept=keeps)
 
     def _take_rows(self, rows: Sequence[Tensor], own: SendRows, plan: GatherPlan) -> None:

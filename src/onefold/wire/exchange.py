@@ -14,9 +14,10 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from onefold.layout import message_plan
 from onefold.layout.ledger import Kind, Ledger
-from onefold.layout.messages import PACK_NBYTES
-from onefold.layout.ranges import Range
+from onefold.layout.message_plan import PACK_NBYTES
+from onefold.layout.ranges import Ranges
 from onefold.wire.collectives import Group
 from onefold.wire.ticket import Waitable
 
@@ -63,23 +64,24 @@ class Exchange:
             work = self.group.end_one(device)
         return [work]
 
-    def count(self, collective: str, nbytes: int, control_nbytes: int = 0) -> None:
-        """Count the bytes of one collective, under the name of its links; and of its flags."""
+    def count(
+        self, collective: str, nbytes: int, control_nbytes: int = 0, padding_nbytes: int = 0
+    ) -> None:
+        """Count the bytes of one collective, under the name of its links; flags and padding too."""
         self.ledger.sent(collective + self._where, nbytes)
-        if control_nbytes:
-            self.ledger.sent("control", control_nbytes, 0)
+        for name, more in (("control", control_nbytes), ("padding", padding_nbytes)):
+            if more:
+                self.ledger.sent(name, more, 0)
 
-    def all_gather(self, flat: Tensor, spans: Sequence[Range]) -> list[Waitable]:
+    def all_gather(self, flat: Tensor, spans: Ranges) -> list[Waitable]:
         """Begin to send each rank's span of `flat` to all others.
 
-        One collective where pieces are equal, lie together and are small: latency counts then.
+        One collective where pieces are equal, lie together and are small, or ranks are many:
+        latency counts then.
         """
-        first, last = spans[0][0], spans[-1][1]
-        numels = [stop - start for start, stop in spans]
-        numel = numels[0]
-        is_even = numels.count(numel) == len(numels) and 0 < numel * len(numels) == last - first
-        if is_even and (self._native or numel * flat.element_size() < PACK_NBYTES):
-            start, stop = spans[self.group.rank]
+        nbytes, is_wide = spans.common * flat.element_size(), len(spans) > message_plan.FEW_RANKS
+        if nbytes and (self._native or is_wide or nbytes < PACK_NBYTES):
+            (first, _), (start, stop), (_, last) = spans[0], spans[self.group.rank], spans[-1]
             full = flat if last - first == flat.numel() else flat[first:last]
             return [self.group.all_gather(full, flat[start:stop])]
         return [
@@ -88,20 +90,28 @@ class Exchange:
             if stop > start
         ]
 
+    def all_gather_counted(self, flat: Tensor, spans: Ranges) -> Waitable:
+        """The same for unequal spans of many ranks that lie together, by one collective."""
+        (first, _), (start, stop), (_, last) = spans[0], spans[self.group.rank], spans[-1]
+        sent, ranks = flat[start:stop].repeat(len(spans)), len(spans)
+        return self.group.all_to_all(flat[first:last], sent, spans.lengths, [stop - start] * ranks)
+
     def all_to_all(
         self, sent: Tensor, numels: Sequence[int], own: int
-    ) -> tuple[Waitable, Tensor, list[Tensor]]:
+    ) -> tuple[Waitable, Tensor, Sequence[Tensor] | Tensor]:
         """Begin to send consecutive pieces of `sent`, of `numels` elements, to ranks 0, 1, ...
 
         Each other rank sends a piece of `own` elements. Returns the work, the buffer that it fills,
-        which `reducing` gets back, and the buffer's pieces in rank order. A rank's piece for
-        itself, often empty, is copied too.
+        which `reducing` gets back, and the buffer's pieces in rank order: of many ranks as the rows
+        of a matrix. A rank's piece for itself, often empty, is copied too.
         """
         counts = [own] * self.group.world_size
         counts[self.group.rank] = numels[self.group.rank]
         received = self.reducing.take_buffer(sum(counts), sent.dtype, sent.device)
         work = self.group.all_to_all(received, sent, counts, list(numels))
-        return work, received, list(received.split_with_sizes(counts))
+        if len(counts) > message_plan.FEW_RANKS and counts[self.group.rank] == own:
+            return work, received, received.view(len(counts), own)
+        return work, received, received.split_with_sizes(counts)
 
 
 class SpareBuffers(Generic[B]):

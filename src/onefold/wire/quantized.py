@@ -11,6 +11,8 @@ travel and is not rounded.
 On a GPU each message is one launch on either side, where there are kernels (wire/fused.py).
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -203,12 +205,13 @@ class Quantized:
         """The residual of the part for a rank; None without feedback."""
         if not part.is_quantized or reduction.feedback is None:
             return None
-        rank, numels = self.group.rank, reduction.cut.numels[part.region]
-        rest = reduction.feedback(part.region, sum(numels) - numels[rank])
+        rank, pieces = self.group.rank, reduction.cut.pieces[part.region]
+        own = pieces.length(rank)
+        rest = reduction.feedback(part.region, pieces.numel - own)
         if rest is None:
             return None
         # it has no rows for this rank, which sends itself nothing
-        before = numels[rank] if receiver > rank else 0
+        before = own if receiver > rank else 0
         return rest[part.rows.start - before : part.rows.stop - before]
 
     def _average_at_once(
@@ -237,7 +240,7 @@ class Quantized:
         return True
 
     def _average(
-        self, part: Part, inbox: list[Tensor], own: Tensor, target: Tensor, is_fresh: bool
+        self, part: Part, inbox: Iterable[Tensor], own: Tensor, target: Tensor, is_fresh: bool
     ) -> None:
         """Average a region over the ranks, summed in fp32 from rank 0 up."""
         is_direct = is_fresh and target.dtype == torch.float32

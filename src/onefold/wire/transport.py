@@ -20,7 +20,7 @@ from onefold.layout.messages import own_part_travels
 from onefold.wire import fused
 from onefold.wire.collectives import Group
 from onefold.wire.exchange import Exchange
-from onefold.wire.message_cut import MessageLayout, pack, pack_own, unpack
+from onefold.wire.message_cut import MessageLayout, TightChunks
 from onefold.wire.ticket import DONE, Ticket, Waitable
 
 MEAN_NUMEL = 64 * 1024
@@ -122,8 +122,12 @@ class LocalTransport:
         """Nothing is kept."""
 
 
-Mean = tuple[Sequence[Tensor], Tensor, bool]
-"""The parts of all ranks in rank order, their target, and whether they replace its values."""
+Mean = tuple[Sequence[Tensor] | Tensor, Tensor, bool]
+"""The parts of all ranks in rank order (a matrix, of many ranks), their target, and whether they
+replace its values."""
+
+RANKS_AT_ONCE = 16
+"""Rows of a narrower dtype that are widened together."""
 
 
 class Composed:
@@ -158,19 +162,21 @@ class Composed:
             works = [
                 work for index in cut.large for work in exchange.all_gather(full, cut.spans[index])
             ]
+            works += [exchange.all_gather_counted(full, cut.spans[index]) for index in cut.counted]
             if numel:
-                pack_own(cut, staged, full, () if own is None else own.rows)
-                works += exchange.all_gather(staged, cut.packed_spans)
+                cut.chunks.pack_own(staged, full, () if own is None else own.rows)
+                works += exchange.all_gather(staged, cut.chunks.spans)
             return works
 
         def read() -> None:
-            unpack(full, cut, staged)
+            cut.chunks.unpack(full, staged)
             if cut.medium:
                 exchange.gathering.give([staged])
 
         works = exchange.together(full.device, begin)
         itemsize = full.element_size()
-        exchange.count("gather", cut.gather_numel * itemsize, cut.control_numel * itemsize)
+        numels = cut.gather_numel, cut.control_numel, cut.gather_padding
+        exchange.count("gather", *(numel * itemsize for numel in numels))
         return Ticket(self.group.track(works, label), read if numel else None, label)
 
     # reduce
@@ -179,37 +185,39 @@ class Composed:
         cut, label, partials = reduction.cut, reduction.label, reduction.partials
         out, fresh = reduction.out, reduction.fresh
         self.group.agree(("reduce", cut.identity), label, partials[0])
-        received, small = list[Tensor](), list[Tensor]()
-        parts: list[list[Tensor]] = []  # by large region: every rank's partial of our piece
+        received, messages = list[Tensor](), list[Sequence[Tensor] | Tensor]()
+        apart = (*cut.large, *cut.counted)
+        parts: list[Sequence[Tensor] | Tensor] = []  # of these: every rank's partial of our piece
         packed = self._packed(partials, cut)
 
         def begin() -> list[Waitable]:
             works: list[Waitable] = []
-            for index in cut.large:
-                pieces = self._exchange_pieces(partials[index], cut.numels[index], works, received)
-                parts.append(pieces)
+            for index in apart:
+                numels = cut.pieces[index].lengths
+                parts.append(self._exchange_pieces(partials[index], numels, works, received))
             if packed.numel():
-                small.extend(self._exchange_pieces(packed, cut.packed_numels, works, received))
+                numels = cut.chunks.numels
+                messages.append(self._exchange_pieces(packed, numels, works, received))
             return works
 
         works = self.exchange.together(partials[0].device, begin)
         itemsize = packed.element_size()
-        nbytes = cut.reduce_numel * itemsize
-        self.exchange.count("reduce_scatter", nbytes, cut.control_numel * itemsize)
+        numels = cut.reduce_numel, cut.control_numel, cut.reduce_padding
+        self.exchange.count("reduce_scatter", *(numel * itemsize for numel in numels))
         if cut.medium:
             received.append(packed)  # kept for the next reduction, too
 
         def average() -> None:
             means: list[Mean] = []
-            for index, pieces in zip(cut.large, parts, strict=True):
+            for index, pieces in zip(apart, parts, strict=True):
                 if out[index].numel():
                     means.append((pieces, out[index], fresh[index]))
-            if small:
-                self._spread_packed(small, cut, out, fresh, means)
+            if messages:
+                self._spread_packed(messages[0], cut, out, fresh, means)
             else:
                 self._mean_in_rank_order(means)
             parts.clear()
-            small.clear()
+            messages.clear()
             self.exchange.reducing.give(received)
 
         return Ticket(self.group.track(works, label), average, label)
@@ -219,7 +227,7 @@ class Composed:
 
     def _exchange_pieces(
         self, sent: Tensor, numels: Sequence[int], works: list[Waitable], buffers: list[Tensor]
-    ) -> list[Tensor]:
+    ) -> Sequence[Tensor] | Tensor:
         """Send each rank its piece of `sent`; return every rank's piece for us, in rank order."""
         rank, ours = self.group.rank, None
         own = numels[rank]
@@ -231,37 +239,38 @@ class Composed:
         works.append(work)
         buffers.append(received)
         if ours is not None:
-            pieces[rank] = ours
+            return [ours if number == rank else piece for number, piece in enumerate(pieces)]
         return pieces
 
     def _packed(self, partials: Sequence[Tensor], cut: MessageLayout) -> Tensor:
         """Pack the shared message: all pieces for rank 0, then for rank 1, ..."""
+        like, chunks = partials[0], cut.chunks
         if not cut.packed_numel:
-            return partials[0].new_empty(0)
-        small = [partials[index] for index in cut.small]
-        whole = torch.cat(small) if small else partials[0].new_empty(0)
-        if not cut.medium:
-            return whole.index_select(0, cut.packed_index(whole.device))
-        packed = self.exchange.reducing.take_buffer(cut.packed_numel, whole.dtype, whole.device)
-        pack(cut, packed, partials, whole)
+            return like.new_empty(0)
+        if isinstance(chunks, TightChunks) and not cut.medium:
+            return chunks.pack_small(partials)
+        packed = self.exchange.reducing.take_buffer(cut.packed_numel, like.dtype, like.device)
+        chunks.pack(packed, partials)
         return packed
 
     def _spread_packed(
         self,
-        messages: list[Tensor],
+        messages: Sequence[Tensor] | Tensor,
         cut: MessageLayout,
         out: Sequence[Tensor],
         fresh: Sequence[bool],
         means: list[Mean],
     ) -> None:
         """Average the packed message, and `means`; copy each region's piece to its target."""
-        small = messages
-        if cut.medium:
-            numels = cut.chunk_numels[self.group.rank]
-            parts = zip(*(message.split_with_sizes(numels) for message in messages), strict=True)
-            *medium, small = map(list, parts)
-            for index, pieces in zip(cut.medium, medium, strict=True):
-                means.append((pieces, out[index], fresh[index]))
+        chunks = cut.chunks
+        if not isinstance(chunks, TightChunks):
+            mean = out[cut.medium[0]].new_empty(cut.chunk_numel)
+            self._mean_in_rank_order([*means, (messages, mean, True)])
+            _place(chunks.own_parts(mean), cut.medium, out, fresh)
+            return
+        medium, small = chunks.split_medium(list(messages))
+        for index, pieces in zip(cut.medium, medium, strict=True):
+            means.append((pieces, out[index], fresh[index]))
         if not cut.small:
             self._mean_in_rank_order(means)
             return
@@ -269,8 +278,7 @@ class Composed:
         device = small[0].device
         has_kernels = device.type in fused.DEVICES and fused.kernels_for(device) is not None
         if has_kernels:  # one launch for these, too
-            numels = cut.small_numels[self.group.rank]
-            each = zip(*(message.split_with_sizes(numels) for message in small), strict=True)
+            each = zip(*map(chunks.split_small, small), strict=True)
             pairs = zip(each, cut.small, strict=True)
             means += [(pieces, out[i], fresh[i]) for pieces, i in pairs if out[i].numel()]
             self._mean_in_rank_order(means)
@@ -278,16 +286,7 @@ class Composed:
         mean = targets[0].new_empty(small[0].numel())
         means.append((small, mean, True))
         self._mean_in_rank_order(means)
-        parts = mean.split_with_sizes(cut.small_numels[self.group.rank])
-        if False not in fresh:
-            torch._foreach_copy_(targets, parts)
-            return
-        replaced = [i for i, index in enumerate(cut.small) if fresh[index]]
-        added = [i for i, index in enumerate(cut.small) if not fresh[index]]
-        if replaced:
-            torch._foreach_copy_([targets[i] for i in replaced], [parts[i] for i in replaced])
-        if added:
-            torch._foreach_add_([targets[i] for i in added], [parts[i] for i in added])
+        _place(chunks.split_small(mean), cut.small, out, fresh)
 
     def _mean_in_rank_order(self, means: Sequence[Mean]) -> None:
         """Set each target to the mean of the ranks' parts, or add it; summed from rank 0 up.
@@ -306,24 +305,51 @@ class Composed:
         if device != "cpu":
             self._mean_by_launches(means, dtype, widens=widens)
             return
-        for parts, target, is_fresh in means:
-            numel = target.numel()
-            is_direct = is_fresh and target.dtype == dtype
-            scratch = target if is_direct else target.new_empty(min(MEAN_NUMEL, numel), dtype=dtype)
-            passes: Iterable[Sequence[Tensor]] = [(*parts, target)]
-            if numel > MEAN_NUMEL:
-                passes = zip(*(part.split(MEAN_NUMEL) for part in (*parts, target)), strict=True)
-            for first, *rest, into in passes:
-                total = into if is_direct else scratch[: into.numel()]
-                if widens or not rest:
-                    total.copy_(first)
-                else:
-                    torch.add(first, rest.pop(0), out=total)
-                for part in rest:
-                    total.add_(part)
-                total.mul_(self.scale)
-                if not is_direct:
-                    into.copy_(total) if is_fresh else into.add_(total)
+        for mean in means:
+            if isinstance(mean[0], Tensor):
+                self._mean_of_rows(*mean, dtype)
+            else:
+                self._mean_of_parts(*mean, dtype, widens=widens)
+
+    def _mean_of_parts(
+        self, parts: Sequence[Tensor], target: Tensor, is_fresh: bool, dtype: torch.dtype, *,
+        widens: bool,
+    ) -> None:  # fmt: skip
+        numel = target.numel()
+        is_direct = is_fresh and target.dtype == dtype
+        scratch = target if is_direct else target.new_empty(min(MEAN_NUMEL, numel), dtype=dtype)
+        passes: Iterable[Sequence[Tensor]] = [(*parts, target)]
+        if numel > MEAN_NUMEL:
+            passes = zip(*(part.split(MEAN_NUMEL) for part in (*parts, target)), strict=True)
+        for first, *rest, into in passes:
+            total = into if is_direct else scratch[: into.numel()]
+            if widens or not rest:
+                total.copy_(first)
+            else:
+                torch.add(first, rest.pop(0), out=total)
+            for part in rest:
+                total.add_(part)
+            total.mul_(self.scale)
+            if not is_direct:
+                into.copy_(total) if is_fresh else into.add_(total)
+
+    def _mean_of_rows(
+        self, rows: Tensor, target: Tensor, is_fresh: bool, dtype: torch.dtype
+    ) -> None:
+        """The same of many ranks, one call for all of them: `index_add_` adds row by row.
+
+        Rows of a narrower dtype are widened `RANKS_AT_ONCE` at a time.
+        """
+        ranks, numel = rows.shape
+        for start in range(0, numel, MEAN_NUMEL):
+            part, into = rows[:, start : start + MEAN_NUMEL], target[start : start + MEAN_NUMEL]
+            total = part[0].to(dtype, copy=True)
+            step = ranks if rows.dtype == dtype else RANKS_AT_ONCE
+            for first in range(1, ranks, step):
+                some = part[first : first + step].to(dtype)
+                total[None].index_add_(0, some.new_zeros(len(some), dtype=torch.int64), some)
+            total.mul_(self.scale)
+            into.copy_(total) if is_fresh else into.add_(total)
 
     def _mean_by_launches(self, means: Sequence[Mean], dtype: torch.dtype, *, widens: bool) -> None:
         """The same on a device without kernels: a launch for all regions takes a rank's parts."""
@@ -345,3 +371,13 @@ class Composed:
             which = [i for i, (_, _, f) in enumerate(means) if f is is_fresh and not direct[i]]
             if which:
                 write([targets[i] for i in which], [totals[i] for i in which])
+
+
+def _place(
+    parts: Sequence[Tensor], which: Sequence[int], out: Sequence[Tensor], fresh: Sequence[bool]
+) -> None:
+    """Copy the means of some regions to their targets, or add them there."""
+    for write, is_wanted in ((torch._foreach_copy_, True), (torch._foreach_add_, False)):
+        chosen = [i for i, index in enumerate(which) if fresh[index] is is_wanted]
+        if chosen:
+            write([out[which[i]] for i in chosen], [parts[i] for i in chosen])

@@ -1,0 +1,190 @@
+"""Messages of many ranks: equal chunks, whose number of collectives and tables no rank adds to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import onefold
+from onefold.layout import message_plan
+from onefold.layout.ledger import Ledger
+from onefold.layout.message_plan import MOST_PADDING, MessagePlan
+from onefold.layout.messages import flags_of
+from onefold.layout.ranges import Ranges
+from onefold.layout.rows import Layout, Slot
+from onefold.planner import message_counts
+from onefold.wire.collectives import Group
+from onefold.wire.exchange import Exchange
+from onefold.wire.message_cut import MessageLayout
+from onefold.wire.transport import Composed, Reduction
+from tests.support.ranks import run_ranks, seeded
+
+SHAPES = [(), (1,), (0,), (3, 0), (5,), (7, 3), (2, 2, 2), (64, 9), (8, 700), (300, 299)]
+shape_lists = st.lists(st.sampled_from(SHAPES), min_size=1, max_size=5)
+
+
+class Ranks:
+    """Ranks as a plan sees them."""
+
+    is_nccl = packs = False
+
+    def __init__(self, world_size, rank):
+        self.world_size, self.rank = world_size, rank
+
+
+@pytest.fixture
+def no_few(monkeypatch):
+    """Two ranks are many."""
+    monkeypatch.setattr(message_plan, "FEW_RANKS", 1)
+    monkeypatch.setattr(message_plan, "PACK_NBYTES", 4096)
+
+
+def regions_of(shapes, world_size, *, has_flags=True):
+    layout = Layout.build([(str(i), shape) for i, shape in enumerate(shapes)], world_size)
+    slots = [slab for slabs in layout.slabs() for slab in slabs]
+    flags = [flags_of(world_size)] * has_flags
+    offsets = [slot.full_offset for slot in slots] + [layout.full_numel] * has_flags
+    kept = [
+        (slot, offset) for slot, offset in zip([*slots, *flags], offsets, strict=True)
+        if not slot.replicated
+    ]  # fmt: skip
+    return [slot for slot, _ in kept], [offset for _, offset in kept], layout
+
+
+def gather(rank, world_size, shapes):
+    slots, offsets, layout = regions_of(shapes, world_size)
+    group, ledger = Group.from_handle(dist.group.WORLD), Ledger()
+    cut = MessageLayout(slots, offsets, group, 4)
+    assert cut.is_wide
+    truth = torch.arange(layout.full_numel + world_size).float()
+    full = torch.full_like(truth, -1.0)
+    for span in cut.spans:
+        full[slice(*span[rank])] = truth[slice(*span[rank])]
+    ticket = Composed(Exchange(group, ledger)).gather(full, cut, "gather")
+    works = len(ticket.works)
+    ticket.wait()
+    for span in cut.spans:
+        whole = slice(span[0][0], span[-1][1])
+        assert torch.equal(full[whole], truth[whole])
+    assert works == len(cut.large) + len(cut.counted) + bool(cut.medium)
+    return {name: traffic.sent_nbytes for name, traffic in ledger.traffic.items()}, cut
+
+
+@settings(max_examples=20)
+@given(shape_lists, st.integers(2, 7))
+def test_a_gather_of_many_ranks_fills_every_region_by_one_message(shapes, world_size):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(message_plan, "FEW_RANKS", 1)
+        patch.setattr(message_plan, "PACK_NBYTES", 4096)
+        for rank, (sent, cut) in enumerate(run_ranks(world_size, gather, world_size, shapes)):
+            rows = sum(p.length(rank) for p in cut.pieces[:-1])
+            assert sent.get("gather", 0) == 4 * (world_size - 1) * rows
+            assert sent.get("control", 0) == 4 * (world_size - 1)
+            assert sent.get("padding", 0) == 4 * cut.gather_padding
+
+
+def reduce(rank, world_size, shapes, dtype, fresh):
+    """The means of a reduction, beside those of one without padding."""
+    slots, _, _ = regions_of(shapes, world_size, has_flags=False)
+    slots = [*slots, Slot("", (), 0, Ranges.alike(len(slots), world_size))]
+    generator = torch.Generator().manual_seed(rank)
+    partials = [torch.randn(slot.pieces[-1][1], generator=generator).to(dtype) for slot in slots]
+    group, means = Group.from_handle(dist.group.WORLD), []
+    for is_wide in (True, False):
+        cut = MessageLayout(slots, None, group, dtype.itemsize)
+        if not is_wide:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(message_plan, "FEW_RANKS", 16)
+                cut = MessageLayout(slots, None, group, dtype.itemsize)
+        assert cut.is_wide is is_wide
+        ledger = Ledger()
+        out = [torch.full((slot.pieces.length(rank),), 0.5) for slot in slots]
+        reduction = Reduction(partials, cut, out, [fresh] * len(out), "reduce")
+        Composed(Exchange(group, ledger)).reduce_scatter(reduction).wait()
+        means.append(out)
+        if is_wide:
+            padding = ledger.traffic.get("padding")
+            sent = 0 if padding is None else padding.sent_nbytes
+            assert sent == dtype.itemsize * cut.reduce_padding
+    for one, other in zip(*means, strict=True):
+        assert torch.equal(one, other)
+
+
+@settings(max_examples=20)
+@given(
+    shape_lists, st.integers(2, 7), st.sampled_from([torch.float32, torch.bfloat16]), st.booleans()
+)
+def test_means_of_many_ranks_have_the_bits_of_those_of_few(shapes, world_size, dtype, fresh):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(message_plan, "FEW_RANKS", 1)
+        patch.setattr(message_plan, "PACK_NBYTES", 4096)
+        run_ranks(world_size, reduce, world_size, shapes, dtype, fresh)
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(st.lists(st.integers(1, 5000), max_size=3).map(tuple), min_size=1, max_size=4),
+    st.integers(17, 16_384), st.data(),
+)  # fmt: skip
+def test_sent_bytes_are_the_closed_form_with_padding_and_no_list_is_as_long_as_the_world(
+    shapes, world_size, data
+):
+    rank = data.draw(st.integers(0, world_size - 1))
+    slots, offsets, _ = regions_of(shapes, world_size)
+    plan = MessagePlan(slots, offsets, Ranks(world_size, rank), 4)
+    lengths = {i: [a.length(r) for r in range(world_size)] for i, a in enumerate(plan.pieces)}
+    state, padded = lengths.keys() - {len(slots) - 1}, plan.medium
+    others = world_size - 1
+    assert plan.gather_numel == others * sum(lengths[i][rank] for i in state)
+    assert plan.reduce_numel == sum(sum(lengths[i]) - lengths[i][rank] for i in state)
+    room = sum(max(lengths[i]) for i in padded)
+    assert plan.chunk_numel == room
+    assert plan.gather_padding == others * (room - sum(lengths[i][rank] for i in padded))
+    sent = sum(sum(lengths[i]) - lengths[i][rank] for i in padded)
+    assert plan.reduce_padding == others * room - sent
+    large = [i for i in padded if max(lengths[i]) * 4 >= message_plan.PACK_NBYTES]
+    whole = sum(sum(lengths[i]) for i in padded)
+    assert not large or room * world_size <= (1 + MOST_PADDING) * whole
+    for name, value in vars(plan).items():
+        if isinstance(value, list | tuple | dict):
+            assert len(value) <= max(3, len(slots)), name
+
+
+def trained(rank, stage, units, precision):
+    """Weights, traffic and prediction after two steps of a model whose rows do not divide."""
+    module = seeded(lambda: nn.Sequential(nn.Linear(67, 129), nn.LayerNorm(129), nn.Linear(129, 5)))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    onefold.shard(module, optimizer, stage=stage, precision=precision,
+                  units=[module] if units == 1 else list(module))  # fmt: skip
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(2):
+        module(torch.randn(2, 67, generator=generator)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    report = onefold.report(module)
+    sent = {name: (t.sent_nbytes, t.calls) for name, t in report.last_step.items()}
+    with onefold.unsharded(module):
+        weights = [p.detach().clone() for p in module.parameters()]
+    return weights, sent, report
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_run_has_the_bits_of_one_of_few_ranks_and_its_padding_is_counted_apart(
+    stage, precision, monkeypatch
+):
+    for world_size in (2, 3, 5):
+        few = run_ranks(world_size, trained, stage, 1, precision)
+        with monkeypatch.context() as patch:
+            patch.setattr(message_plan, "FEW_RANKS", 1)
+            message_counts._messages_of.cache_clear()
+            many = run_ranks(world_size, trained, stage, 1, precision)
+        message_counts._messages_of.cache_clear()
+        for (weights, sent, _), (others, more, report) in zip(few, many, strict=True):
+            assert all(map(torch.equal, weights, others))
+            assert {name: n for name, n in more.items() if name != "padding"} == sent
+            assert report.differing() == {}
