@@ -355,7 +355,7 @@ def kernels(ask: Ask) -> list[Row]:
     values = torch.randn(numel, device=ask.device)
     out = torch.zeros_like(values)
     rows += [_encoded(ask, word, values) for word in CODECS]
-    parts = [torch.randn(numel // 8, device=ask.device) for _ in range(8)]
+    parts = [*torch.randn(8, numel // 8, device=ask.device)]
     target = out[: numel // 8]
 
     def summed() -> None:

@@ -65,6 +65,12 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture
+def wide(sharing: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks are many; regions of 64 bytes travel apart as those of 64 KiB do."""
+    monkeypatch.setattr(message_plan, "FEW_RANKS", 1)
+
+
+@pytest.fixture
 def sharing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Regions of 64 bytes share messages as those of 64 KiB do."""
     monkeypatch.setattr(message_plan, "PACK_NBYTES", 64)

@@ -474,18 +474,22 @@ def test_auto_batch_fits_and_one_row_more_does_not(memory, stage):
 
 
 def test_memory_never_grows_with_the_stage_or_the_ranks():
+    """Of states; many ranks share one message, which holds all of a unit as small as this one's."""
     seen = trace(BUILDS["gpt"](), inputs_of("gpt"))
     for device in ("cpu", "cuda"):
-        needs = {
+        found = {
             (stage, world): forecast(
                 seen, Recipe(stage=stage_of(stage), world_size=world, device_type=device)
-            ).memory_nbytes
+            )
             for stage, world in product(range(1, 4), (2, 4, 8, 64))
         }
+        needs = {case: one.memory_nbytes for case, one in found.items()}
         for stage, world in needs:
             if (stage + 1, world) in needs:
                 assert needs[stage + 1, world] <= needs[stage, world]
-        assert needs[3, 64] < needs[3, 8] < needs[3, 2]
+        assert needs[3, 8] < needs[3, 2]
+        states = {world: sum(found[3, world].resting.values()) for world in (2, 8, 64)}
+        assert states[64] < states[8] < states[2]
 
 
 def test_states_off_a_gpu_bring_a_copy_of_the_fp32_weights_that_stay_on_it():

@@ -153,10 +153,12 @@ def test_placements_whose_sums_have_one_order_give_the_same_bits():
         assert_same_bits(run, runs[0])
 
 
-def test_messages_that_regions_share_change_no_bit(request):
+@pytest.mark.parametrize("how", ["sharing", "wide"])
+def test_messages_that_regions_share_change_no_bit(how, request):
+    """Neither in messages of few ranks, nor in chunks of one size."""
     apart = [on_two_nodes(*place) for place in PLACES]
     plain = [run_job(job_of(None, options={}), 3, stage) for stage in range(4)]
-    request.getfixturevalue("sharing")
+    request.getfixturevalue(how)
     for (stage, secondary), run in zip(PLACES, apart, strict=True):
         assert_same_bits(run_axes(job_of(secondary), (2, 2), stage), run)
     for stage, run in enumerate(plain):

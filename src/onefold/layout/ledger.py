@@ -53,6 +53,12 @@ class Traffic:
         return Traffic(self.calls - before.calls, self.sent_nbytes - before.sent_nbytes)
 
 
+def padding_of(collective: str) -> str:
+    """The name of a collective's padding: "gather padding between" of "gather between"."""
+    verb, _, where = collective.partition(" ")
+    return f"{verb} padding {where}".rstrip()
+
+
 @dataclass(slots=True)
 class Ledger:
     """Bytes held by (kind, tier) and bytes sent by collective."""

@@ -131,6 +131,8 @@ class MessagePlan:
                 break
             if self.longest[index] * self.itemsize < PACK_NBYTES:
                 continue  # a message of its own would cost more than the padding
+            if not self.pieces[index].is_joined:
+                continue  # the rows of one place of every node: others lie between them
             counted.append(index)
             left -= numels[index]
             del padded[index]

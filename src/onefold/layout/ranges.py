@@ -144,8 +144,12 @@ class Ranges(Sequence[Range]):
             return 0
         length = self.length(0)
         is_equal = set(self.lengths) == {length} if self.prefix else self.length(-1) == length
-        is_together = len(self.which) == 1 or not (self.is_alike or self.which.step > 1)
-        return length if is_equal and is_together else 0
+        return length if is_equal and self.is_joined else 0
+
+    @property
+    def is_joined(self) -> bool:
+        """True if each range begins where the one before ends."""
+        return len(self.which) < 2 or not (self.is_alike or self.which.step > 1)
 
     @property
     def stack(self) -> Stack:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from onefold.engine import blocked_adam, blocks
 from onefold.engine.driving import Action
 from onefold.engine.policy import Policy
+from onefold.layout.ledger import padding_of
 from onefold.planner.action_executor import ActionExecutor
 from onefold.planner.message_counts import PlannedMessage, PlannedUnit
 from onefold.planner.work import Event, EventKind
@@ -281,7 +282,7 @@ class ByteExecutor(ActionExecutor):
     def _send(self, collective: str, message: PlannedMessage) -> None:
         self.sent[collective] += message.sent
         if message.padding:
-            self.sent["padding"] += message.padding
+            self.sent[padding_of(collective)] += message.padding
 
     # one verb each: weights
 

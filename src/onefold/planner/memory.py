@@ -55,7 +55,7 @@ class Forecast:
     most: the most bytes by kind and tier.
     timeline: every moment, if requested.
     sent: bytes of a step by collective, with the names of a report: "gather", "reduce_scatter", and
-        on two axes each "inside" and "between".
+        on two axes each "inside" and "between"; of many ranks with "padding" as well.
     """
 
     recipe: Recipe

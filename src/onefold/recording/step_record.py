@@ -239,6 +239,8 @@ IDLE = {
 COLLECTIVES = {
     "gather": "weights (gather)",
     "reduce_scatter": "gradients (reduce-scatter)",
+    "gather padding": "behind short pieces of weights",
+    "reduce_scatter padding": "behind short pieces of gradients",
     "control": "flags and 0-dim parameters",
     "whole_matrix": "matrices of matrix optimizers",
     "optimizer_sum": "sums over all elements (Prodigy, D-Adaptation)",

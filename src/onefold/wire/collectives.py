@@ -121,7 +121,10 @@ class Group:
     def all_to_all(
         self, out: torch.Tensor, sent: torch.Tensor, numels_out: list[int], numels_sent: list[int]
     ) -> Waitable:
-        """Start sending consecutive pieces of `sent` to ranks 0, 1, ...; `out` likewise."""
+        """Start sending consecutive pieces of `sent` to ranks 0, 1, ...; `out` likewise.
+
+        Empty lists: pieces of one size.
+        """
         if out.is_complex():
             out, sent = torch.view_as_real(out), torch.view_as_real(sent)
         if self.peers is not None and out.device.type == "cpu":

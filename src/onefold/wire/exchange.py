@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from onefold.layout import message_plan
-from onefold.layout.ledger import Kind, Ledger
+from onefold.layout.ledger import Kind, Ledger, padding_of
 from onefold.layout.message_plan import PACK_NBYTES
 from onefold.layout.ranges import Ranges
 from onefold.wire.collectives import Group
@@ -68,10 +68,11 @@ class Exchange:
         self, collective: str, nbytes: int, control_nbytes: int = 0, padding_nbytes: int = 0
     ) -> None:
         """Count the bytes of one collective, under the name of its links; flags and padding too."""
-        self.ledger.sent(collective + self._where, nbytes)
-        for name, more in (("control", control_nbytes), ("padding", padding_nbytes)):
+        name = collective + self._where
+        self.ledger.sent(name, nbytes)
+        for other, more in (("control", control_nbytes), (padding_of(name), padding_nbytes)):
             if more:
-                self.ledger.sent(name, more, 0)
+                self.ledger.sent(other, more, 0)
 
     def all_gather(self, flat: Tensor, spans: Ranges) -> list[Waitable]:
         """Begin to send each rank's span of `flat` to all others.
@@ -101,16 +102,22 @@ class Exchange:
     ) -> tuple[Waitable, Tensor, Sequence[Tensor] | Tensor]:
         """Begin to send consecutive pieces of `sent`, of `numels` elements, to ranks 0, 1, ...
 
-        Each other rank sends a piece of `own` elements. Returns the work, the buffer that it fills,
-        which `reducing` gets back, and the buffer's pieces in rank order: of many ranks as the rows
-        of a matrix. A rank's piece for itself, often empty, is copied too.
+        Each other rank sends a piece of `own` elements; no `numels`: all pieces are as long.
+        Returns the work, the buffer that it fills, which `reducing` gets back, and the buffer's
+        pieces in rank order: of many ranks as the rows of a matrix. A rank's piece for itself,
+        often empty, is copied too.
         """
-        counts = [own] * self.group.world_size
+        ranks = self.group.world_size
+        if not numels:  # no list of all ranks is made, here or in a backend
+            received = self.reducing.take_buffer(own * ranks, sent.dtype, sent.device)
+            work = self.group.all_to_all(received, sent, [], [])
+            return work, received, received.view(ranks, own)
+        counts = [own] * ranks
         counts[self.group.rank] = numels[self.group.rank]
         received = self.reducing.take_buffer(sum(counts), sent.dtype, sent.device)
         work = self.group.all_to_all(received, sent, counts, list(numels))
-        if len(counts) > message_plan.FEW_RANKS and counts[self.group.rank] == own:
-            return work, received, received.view(len(counts), own)
+        if ranks > message_plan.FEW_RANKS and counts[self.group.rank] == own:
+            return work, received, received.view(ranks, own)
         return work, received, received.split_with_sizes(counts)
 
 

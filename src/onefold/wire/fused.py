@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -174,31 +175,43 @@ class FusedCodec:
 
 
 def mean(
-    means: Sequence[tuple[Sequence[Tensor], Tensor, bool]], scale: float, dtype: torch.dtype
+    means: Sequence[tuple[Sequence[Tensor] | Tensor, Tensor, bool]],
+    scale: float,
+    dtype: torch.dtype,
 ) -> bool:
     """Set each target to the scaled sum of its parts, in rank order in fp32, by one launch.
 
-    `dtype`: of the sum. False if nothing was begun: other dtypes, or no kernels.
+    Parts are rows of a matrix, or tensors that lie as regularly. `dtype`: of the sum. False if
+    nothing was begun: other dtypes, other places, or no kernels.
     """
     parts, target, _ = means[0]
     kernels = kernels_for(target.device)
     if kernels is None or dtype != torch.float32:
         return False
-    kinds = {part.dtype for parts, _, _ in means for part in parts}
-    targets = {target.dtype for _, target, _ in means}
+    kinds, targets = {parts[0].dtype for parts, _, _ in means}, {one.dtype for _, one, _ in means}
     if not kinds | targets <= set(DTYPES) or len(kinds) > 1 or len(targets) > 1:
         return False
-    ranks, device = len(parts), target.device
-    addresses = [address(part) for parts, _, _ in means for part in parts]
-    pieces = sent(addresses, torch.int64, device)
-    rows = [
-        MessageRow(0, target.numel(), index * ranks, 0, 0, address(target), is_fresh=int(is_fresh))
-        for index, (_, target, is_fresh) in enumerate(means)
-    ]
+    ranks, rows = len(parts), list[MessageRow]()
+    for parts, into, is_fresh in means:
+        stride = _stride(parts)
+        if stride is None:
+            return False
+        numel, places = into.numel(), (address(parts[0]), 0, address(into))
+        rows.append(MessageRow(0, numel, stride, *places, is_fresh=int(is_fresh)))
     return kernels.run_kernel(
-        "mean", rows, device, SUM_NUMEL, (pieces, ranks, scale),
+        "mean", rows, target.device, SUM_NUMEL, (ranks, scale),
         is_bf16=torch.bfloat16 in kinds, into_bf16=torch.bfloat16 in targets,
     )  # fmt: skip
+
+
+def _stride(parts: Sequence[Tensor] | Tensor) -> int | None:
+    """Bytes from each part to the next; None where they differ."""
+    if isinstance(parts, Tensor):
+        return parts.stride(0) * parts.itemsize
+    places = [*map(address, parts)]
+    stride = places[-1] - places[-2] if len(places) > 1 else 0
+    is_regular = all(stop - start == stride for start, stop in pairwise(places))
+    return stride if is_regular else None
 
 
 def adopt(weight: Tensor, master: Tensor) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -27,14 +28,10 @@ class MessageLayout(MessagePlan):
 class TightChunks:
     """Chunks of few ranks: pieces of medium regions, then all elements of small ones, no padding.
 
-    The index of small regions lists their elements (rank by rank, region by region) as positions
-    counted from each region's offset: in one flat buffer, or, for separate tensors, in the small
-    ones laid end to end.
+    Small regions lie in one flat buffer, or, of separate tensors, end to end: see `SmallIndex`.
     """
 
-    _index: Tensor | None = None
-    _rank_index: Sequence[Tensor] = ()
-    _others_index: Tensor | None = None
+    _index: SmallIndex | None = None
 
     def __init__(self, plan: MessagePlan) -> None:
         self._plan = plan
@@ -64,12 +61,12 @@ class TightChunks:
         if medium:
             pieces = [full[slice(*plan.spans[index][rank])] for index in plan.medium]
             torch._foreach_copy_(medium, pieces)
-        torch.index_select(full, 0, self._index_of(rank, full.device), out=small)
+        torch.index_select(full, 0, self._index_on(full.device).own, out=small)
 
     def pack_small(self, partials: Sequence[Tensor]) -> Tensor:
         """The message of flat `partials` where all regions that share it are small."""
         whole = torch.cat([partials[index] for index in self._plan.small])
-        return whole.index_select(0, self._index_on(whole.device))
+        return whole.index_select(0, self._index_on(whole.device).positions)
 
     def pack(self, packed: Tensor, partials: Sequence[Tensor]) -> None:
         """Copy the pieces of flat `partials` to the chunks of their ranks."""
@@ -91,7 +88,7 @@ class TightChunks:
         """Copy the chunks of all other ranks to their regions of the flat `full`."""
         plan = self._plan
         if not plan.medium:
-            full.index_copy_(0, self._index_on(full.device), packed)
+            full.index_copy_(0, self._index_on(full.device).positions, packed)
             return
         others = [rank for rank in range(plan.world_size) if rank != plan.rank]
         chunks = [self._parts(rank, packed) for rank in others]
@@ -100,7 +97,7 @@ class TightChunks:
             torch._foreach_copy_(places, [piece for chunk in chunks for piece in chunk[:-1]])
         if plan.small and chunks:
             small = torch.cat([chunk[-1] for chunk in chunks])
-            full.index_copy_(0, self._index_of_others(full.device), small)
+            full.index_copy_(0, self._index_on(full.device).others, small)
 
     def split_medium(self, messages: Sequence[Tensor]) -> tuple[list[Any], Sequence[Tensor]]:
         """The own pieces in every rank's message: of each medium region, and of all small ones."""
@@ -122,29 +119,41 @@ class TightChunks:
             return [chunk]
         return list(chunk.split_with_sizes(self._chunk_numels[rank]))
 
-    def _index_on(self, device: torch.device) -> Tensor:
-        """int64 [elements of small regions]: the source position of each."""
-        if self._index is None or self._index.device != device:
-            plan = self._plan
-            spans = [
-                torch.arange(*plan.spans[index][rank])
-                for rank in range(plan.world_size)
-                for index in plan.small
-            ]
-            index = torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)
-            self._index = index.to(device)
-            self._rank_index = [self._index[start:stop] for start, stop in self._small_spans]
-        return self._index
+    def _index_on(self, device: torch.device) -> SmallIndex:
+        """The positions of small regions, which units of one shape share."""
+        plan, index = self._plan, self._index
+        if index is None or index.positions.device != device:
+            spans = tuple(plan.spans[index] for index in plan.small)
+            key = (device, plan.world_size, plan.rank, spans)
+            index = self._index = _INDEXES.get(key) or SmallIndex(*key)
+            _INDEXES[key] = index
+        return index
 
-    def _index_of(self, rank: int, device: torch.device) -> Tensor:
-        """The part of the index that is one rank's."""
-        self._index_on(device)
-        return self._rank_index[rank]
 
-    def _index_of_others(self, device: torch.device) -> Tensor:
-        """The index without this rank's part."""
-        if self._others_index is None or self._others_index.device != device:
-            plan = self._plan
-            others = [self._index_of(r, device) for r in range(plan.world_size) if r != plan.rank]
-            self._others_index = torch.cat(others)
-        return self._others_index
+class SmallIndex:
+    """Where the elements of small regions lie, counted from each region's offset.
+
+    positions: int64 [elements], rank by rank, region by region.
+    own: those of this rank.
+    """
+
+    def __init__(
+        self, device: torch.device, world_size: int, rank: int, spans: Sequence[Ranges]
+    ) -> None:
+        ends, of_ranks = [0], list[Tensor]()
+        for each in range(world_size):
+            of_ranks += [torch.arange(*span[each]) for span in spans]
+            ends.append(ends[-1] + sum(span.length(each) for span in spans))
+        self._span = start, stop = ends[rank], ends[rank + 1]
+        self.positions = torch.cat([torch.empty(0, dtype=torch.int64), *of_ranks]).to(device)
+        self.own = self.positions[start:stop]
+
+    @cached_property
+    def others(self) -> Tensor:
+        """The positions without this rank's."""
+        start, stop = self._span
+        return torch.cat([self.positions[:start], self.positions[stop:]])
+
+
+_INDEXES = WeakValueDictionary[Hashable, SmallIndex]()
+"""Of all units that are in use: an index takes 8 bytes an element."""

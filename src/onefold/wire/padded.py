@@ -8,85 +8,109 @@ first, one of the piece that is shorter. Nothing is kept but the places of regio
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from onefold.layout.message_plan import MessagePlan
-from onefold.layout.ranges import Ranges
+from onefold.layout.ranges import Ranges, Stack
 
-Pair = tuple[Tensor, Tensor]
+
+class Place(NamedTuple):
+    """Where the pieces of a region lie in chunks, and in a flat tensor."""
+
+    region: int
+    chunk: int  # the first element in every chunk
+    pieces: Stack
+    short: int  # the first element of the piece that is shorter
 
 
 class PaddedChunks:
     """The chunks of a plan whose regions are cut over many ranks."""
 
+    numels = ()
+    """Elements of each rank's chunk, where they differ."""
+
     def __init__(self, plan: MessagePlan) -> None:
         self._plan = plan
         self._numel = plan.chunk_numel
         self.spans = Ranges.over(plan.packed_numel, plan.world_size)
-        ends = accumulate((plan.longest[index] for index in plan.medium), initial=0)
-        self._places = dict(zip(plan.medium, ends, strict=False))
+        self._starts = [*accumulate((plan.longest[index] for index in plan.medium), initial=0)][:-1]
+        own = sum(plan.own_numels[index] for index in plan.medium)
+        self._has_padding = self._numel > own
 
-    @property
-    def numels(self) -> list[int]:
-        """Elements of each rank's chunk."""
-        return [self._numel] * self._plan.world_size
+    @cached_property
+    def _of_pieces(self) -> list[Place]:
+        return self._places_of(self._plan.pieces)
+
+    @cached_property
+    def _of_spans(self) -> list[Place]:
+        return self._places_of(self._plan.spans)
+
+    @cached_property
+    def _own_spans(self) -> list[tuple[int, slice]]:
+        plan = self._plan
+        return [(index, slice(*plan.spans[index][plan.rank])) for index in plan.medium]
+
+    def _places_of(self, ranges: Sequence[Ranges]) -> list[Place]:
+        places = list[Place]()
+        for index, chunk in zip(self._plan.medium, self._starts, strict=True):
+            stack = ranges[index].stack
+            short = ranges[index][stack.full][0] if stack.short else 0
+            places.append(Place(index, chunk, stack, short))
+        return places
 
     def pack_own(self, packed: Tensor, full: Tensor, rows: Sequence[Tensor | None] = ()) -> None:
         """Copy own pieces of the flat `full`, or own `rows` of all regions, to the own chunk."""
-        plan = self._plan
-        chunk = self._matrix(packed)[plan.rank]
-        if self._numel > sum(plan.own_numels[index] for index in plan.medium):
+        start = self._plan.rank * self._numel
+        chunk = packed[start : start + self._numel]
+        if self._has_padding:
             chunk.zero_()
-        own = [
-            full[slice(*plan.spans[index][plan.rank])] if not rows else rows[index]
-            for index in plan.medium
-        ]
+        if rows:
+            own = [row for index, _ in self._own_spans if (row := rows[index]) is not None]
+        else:
+            own = [full[span] for _, span in self._own_spans]
         torch._foreach_copy_(self.own_parts(chunk), own)
 
     def pack(self, packed: Tensor, partials: Sequence[Tensor]) -> None:
         """Copy the pieces of flat `partials` to the chunks of their ranks."""
-        plan, matrix = self._plan, self._matrix(packed)
-        into, pieces = list[Tensor](), list[Tensor]()
-        for index in plan.medium:
-            place, longest = self._places[index], plan.longest[index]
-            full = plan.pieces[index].stack.full
-            if full < plan.world_size:
-                matrix[full:, place : place + longest].zero_()
-            for chunk, piece in self._pairs(matrix, partials[index], index, plan.pieces[index]):
-                into.append(chunk)
-                pieces.append(piece)
-        torch._foreach_copy_(into, pieces)
+        matrix = packed.view(self._plan.world_size, self._numel)
+        for _, chunk, (_, longest, _, full, _), _ in self._of_pieces:
+            if full < self._plan.world_size:
+                matrix[full:, chunk : chunk + longest].zero_()
+        chunks, pieces = self._views(matrix, partials, self._of_pieces)
+        torch._foreach_copy_(chunks, pieces)
 
     def unpack(self, full: Tensor, packed: Tensor) -> None:
         """Copy the chunks of all ranks to their regions of the flat `full`."""
-        plan, matrix = self._plan, self._matrix(packed)
-        pairs = [
-            pair for index in plan.medium
-            for pair in self._pairs(matrix, full, index, plan.spans[index])
-        ]  # fmt: skip
-        torch._foreach_copy_([piece for _, piece in pairs], [chunk for chunk, _ in pairs])
+        matrix = packed.view(self._plan.world_size, self._numel)
+        chunks, pieces = self._views(matrix, full, self._of_spans)
+        torch._foreach_copy_(pieces, chunks)
 
     def own_parts(self, chunk: Tensor) -> list[Tensor]:
         """The part of this rank's chunk that each region has, without padding."""
-        plan = self._plan
+        numels = self._plan.own_numels
         return [
-            chunk[place : place + plan.own_numels[index]] for index, place in self._places.items()
+            chunk[start : start + numels[index]]
+            for index, start in zip(self._plan.medium, self._starts, strict=True)
         ]
 
-    def _matrix(self, packed: Tensor) -> Tensor:
-        return packed.view(self._plan.world_size, self._numel)
-
-    def _pairs(self, matrix: Tensor, flat: Tensor, index: int, pieces: Ranges) -> Iterator[Pair]:
-        """The pieces of a region in the chunks and in a flat tensor, as views."""
-        start, longest, stride, full, short = pieces.stack
-        place, offset = self._places[index], flat.storage_offset()
-        if full:
-            rows = flat.as_strided((full, longest), (stride, 1), offset + start)
-            yield matrix[:full, place : place + longest], rows
-        if short:
-            start = pieces[full][0]
-            yield matrix[full, place : place + short], flat[start : start + short]
+    def _views(
+        self, matrix: Tensor, flats: Sequence[Tensor] | Tensor, places: Sequence[Place]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The pieces of all regions: in the chunks, and in `flats`, one tensor or one a region."""
+        chunks, pieces = list[Tensor](), list[Tensor]()
+        for region, chunk, (start, longest, stride, full, short), short_start in places:
+            flat = flats if isinstance(flats, Tensor) else flats[region]
+            if full:
+                offset = flat.storage_offset() + start
+                chunks.append(matrix[:full, chunk : chunk + longest])
+                pieces.append(flat.as_strided((full, longest), (stride, 1), offset))
+            if short:
+                chunks.append(matrix[full, chunk : chunk + short])
+                pieces.append(flat[short_start : short_start + short])
+        return chunks, pieces

@@ -193,11 +193,13 @@ class Composed:
         def begin() -> list[Waitable]:
             works: list[Waitable] = []
             for index in apart:
-                numels = cut.pieces[index].lengths
-                parts.append(self._exchange_pieces(partials[index], numels, works, received))
+                is_equal = cut.is_wide and index in cut.large
+                numels, own = () if is_equal else cut.pieces[index].lengths, cut.own_numels[index]
+                sent = partials[index], numels, own
+                parts.append(self._exchange_pieces(*sent, works, received))
             if packed.numel():
-                numels = cut.chunks.numels
-                messages.append(self._exchange_pieces(packed, numels, works, received))
+                sent = packed, cut.chunks.numels, cut.chunk_numel
+                messages.append(self._exchange_pieces(*sent, works, received))
             return works
 
         works = self.exchange.together(partials[0].device, begin)
@@ -226,12 +228,16 @@ class Composed:
         self.exchange.rest()
 
     def _exchange_pieces(
-        self, sent: Tensor, numels: Sequence[int], works: list[Waitable], buffers: list[Tensor]
-    ) -> Sequence[Tensor] | Tensor:
-        """Send each rank its piece of `sent`; return every rank's piece for us, in rank order."""
+        self, sent: Tensor, numels: Sequence[int], own: int, works: list[Waitable],
+        buffers: list[Tensor],
+    ) -> Sequence[Tensor] | Tensor:  # fmt: skip
+        """Send each rank its piece of `sent`; return every rank's piece for us, in rank order.
+
+        No `numels`: all pieces have `own` elements.
+        """
         rank, ours = self.group.rank, None
-        own = numels[rank]
         if not self._sends_own_part:
+            numels = numels or [own] * self.group.world_size
             pieces = sent.split_with_sizes(list(numels))
             ours, sent = pieces[rank], pieces[1 - rank]
             numels = [0 if peer == rank else numel for peer, numel in enumerate(numels)]
@@ -305,11 +311,11 @@ class Composed:
         if device != "cpu":
             self._mean_by_launches(means, dtype, widens=widens)
             return
-        for mean in means:
-            if isinstance(mean[0], Tensor):
-                self._mean_of_rows(*mean, dtype)
+        for parts, target, is_fresh in means:
+            if isinstance(parts, Tensor):
+                self._mean_of_rows(parts, target, is_fresh, dtype)
             else:
-                self._mean_of_parts(*mean, dtype, widens=widens)
+                self._mean_of_parts(parts, target, is_fresh, dtype, widens=widens)
 
     def _mean_of_parts(
         self, parts: Sequence[Tensor], target: Tensor, is_fresh: bool, dtype: torch.dtype, *,

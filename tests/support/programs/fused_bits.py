@@ -129,11 +129,17 @@ def check_mean(ranks: int, dtype: torch.dtype, into: torch.dtype) -> None:
                 total.add_(part)
             total.mul_(1 / 3)
             target.copy_(total) if is_fresh else target.add_(total)
-        there = [[part.to(DEVICE) for part in of] for of in parts]
-        means = [(of, target, is_fresh) for of, target in zip(there, got, strict=True)]
-        assert fused.mean(means, 1 / 3, torch.float32)
-        for a, b in zip(wanted, got, strict=True):
-            same(a, b, ("mean", ranks, dtype, into))
+        there = [torch.stack(of).to(DEVICE) for of in parts]
+        for kind in (list, torch.Tensor):  # pieces of few ranks, and the rows of many
+            means = [
+                (list(of) if kind is list else of, target.clone(), is_fresh)
+                for of, target in zip(there, got, strict=True)
+            ]
+            assert fused.mean(means, 1 / 3, torch.float32)
+            for one, (_, other, _) in zip(wanted, means, strict=True):
+                same(one, other, ("mean", kind, ranks, dtype, into))
+    apart = [there[0][0], there[0][1], there[1][0][:3]] if ranks > 2 else []
+    assert not apart or not fused.mean([(apart, got[0], True)], 1.0, torch.float32)
 
 
 def check_adopted(numel: int) -> None:

@@ -247,15 +247,16 @@ def average(
 
 @triton.jit
 def mean(
-    table, plan, pieces, num_ranks, scale, group: tl.constexpr, rows: tl.constexpr,
+    table, plan, num_ranks, scale, group: tl.constexpr, rows: tl.constexpr,
     block: tl.constexpr, is_bf16: tl.constexpr, into_bf16: tl.constexpr,
 ):  # fmt: skip
-    """Sum exact pieces in rank order: `num_ranks` addresses from `pieces[scales]` on."""
+    """Sum exact pieces in rank order: the first at `payload`, the next `scales` bytes on."""
     row, _groups, _columns, at, mask = _places(table, plan, group, rows, block)
-    first, other = pieces + tl.load(row + _SCALES), tl.load(row + _OTHER)
-    total = _load(tl.load(first), at, mask, is_bf16)
+    stride, first = tl.load(row + _SCALES), tl.load(row + _PAYLOAD)
+    other = tl.load(row + _OTHER)
+    total = _load(first, at, mask, is_bf16)
     for sender in range(1, num_ranks):
-        total += _load(tl.load(first + sender), at, mask, is_bf16)
+        total += _load(first + sender * stride, at, mask, is_bf16)
     total = total * scale
     if tl.load(row + _IS_FRESH) == 0:
         total = _load(other, at, mask, into_bf16) + total
