@@ -74,7 +74,7 @@ def collect(group: Group, act: Callable[[], T], judge: Judge | None = None) -> l
     return agreed.collect(group, _on_disk(act), CheckpointError, judge)
 
 
-def same_directory(group: Group, act: Callable[[], str], *, hint: str) -> None:
+def same_directory(group: Group, act: Callable[[], str | list[str]], *, hint: str) -> None:
     """Raise `CheckpointError` on every rank unless `act` returns the same path on all."""
     agreed.same(group, _on_disk(act), "directory", hint=hint, kind=CheckpointError)
 

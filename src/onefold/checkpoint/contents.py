@@ -118,9 +118,7 @@ class Facts:
     """The facts of one rank that all ranks compare before anything is written."""
 
     choices: tuple[object, ...]  # path, wait, keep
-    save_id: str
     buffers: dict[str, int]  # checksums
-    nbytes: int
     claims: Claims
     groups: list[dict[str, Any]]  # of the parts of one optimizer, where stages have parts
     names: RankNames
@@ -173,13 +171,17 @@ class Contents:
         buffers = {name: b for model in models for name, b in model.buffers().items()}
         return Contents(first.rank, [*held, *inside.held], own, groups, buffers, names)
 
-    def facts(self, choices: tuple[object, ...], save_id: str, *, is_pipeline: bool) -> Facts:
-        """Return what this rank's contents are compared by."""
-        nbytes = sum(held.nbytes for held in self.held if held.writes)
+    @property
+    def own_nbytes(self) -> int:
+        """Bytes that this rank writes in any case."""
+        return sum(held.nbytes for held in self.held if held.writes)
+
+    def facts(self, choices: tuple[object, ...], *, is_pipeline: bool) -> Facts:
+        """Return what this rank's contents are compared by; mostly the same on all ranks."""
         claims = {held.key: held.nbytes for held in self.held if held.writes is None}
         groups = self.groups if is_pipeline else []
         prints = fingerprints(self.buffers)
-        return Facts(choices, save_id, prints, nbytes, claims, groups, self.names)
+        return Facts(choices, prints, claims, groups, self.names)
 
     def agreed(self, everyone: Sequence[Facts], *, is_pipeline: bool) -> RankState:
         """Return what this rank writes.
@@ -187,7 +189,7 @@ class Contents:
         These are its buffers, too, where ranks have different ones. Param groups of a pipeline hold
         the parameters of all stages.
         """
-        prints = [facts.buffers for facts in everyone]
+        prints = [facts.buffers for facts in _distinct(everyone)]
         inside = OwnTensors(self.rank, len(self.held))
         differing = {
             name: buffer
@@ -201,7 +203,7 @@ class Contents:
         if self.rank == 0:
             if is_pipeline:
                 written += held_groups(merge_groups([f.groups for f in everyone]), inside)
-            joined = join_names(facts.names for facts in everyone)
+            joined = join_names(facts.names for facts in _distinct(everyone))
             aliases = {f"{MODEL}.{alias}": f"{MODEL}.{name}" for alias, name in joined.items()}
         return RankState(self.rank, [*written, *inside.held], own, aliases)
 
@@ -216,8 +218,22 @@ class RankState:
     aliases: dict[str, str]
 
 
+def _distinct(everyone: Sequence[Facts]) -> Sequence[Facts]:
+    """The facts of all ranks, or of one where they are the same: see `Group.gather`."""
+    return everyone[:1] if all(facts is everyone[0] for facts in everyone) else everyone
+
+
+def claimed_nbytes(everyone: Sequence[Facts]) -> int:
+    """Bytes of what several ranks hold: one of them writes it."""
+    claims = {key: n for facts in _distinct(everyone) for key, n in facts.claims.items()}
+    return sum(claims.values())
+
+
 def _dealt(everyone: Sequence[Facts], rank: int) -> set[tuple[str, Extents]]:
     """Return what a rank writes of all that several ranks hold: they take turns."""
+    if len(_distinct(everyone)) == 1:
+        ranks, claims = len(everyone), everyone[0].claims
+        return {key for turn, key in enumerate(claims) if turn % ranks == rank}
     holders = defaultdict[tuple[str, Extents], list[int]](list)
     for number, facts in enumerate(everyone):
         for key in facts.claims:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter
 
-from onefold.checkpoint.agreement import Damaged, collect, together
+from onefold.checkpoint.agreement import Damaged, first, same_directory, together
 from onefold.checkpoint.contents import restore_random_states
 from onefold.checkpoint.directory import Found, Peers, find, look_in
 from onefold.checkpoint.listing import MODEL, ModuleNames, OptimizerNames
@@ -26,10 +26,10 @@ from onefold.checkpoint.source import Source, open_source, spread_ties, unstack
 from onefold.checkpoint.stages import Modules, Optimizers, ShardedModel, Stages
 from onefold.checkpoint.targets import Targets
 from onefold.config import STAGES, Placement
-from onefold.errors import CheckpointError, Failure, is_agreed
+from onefold.errors import CheckpointError, is_agreed
 from onefold.unit.shortage import explained
 from onefold.wire.collectives import Group
-from onefold.wire.together import announcing, difference
+from onefold.wire.together import announcing
 
 
 def load_checkpoint(
@@ -69,14 +69,15 @@ def _load_newest(loading: _Loading, directory: str | os.PathLike[str], *, missin
     group = loading.group
     is_first = group.rank == 0
 
-    def look() -> tuple[list[str], list[Found], list[str]]:
-        path = os.path.abspath(directory)
-        asked = [path, f"missing_ok={missing_ok}"]
-        if is_first and missing_ok:
-            return asked, *look_in(Path(path), loading.peers)
-        return asked, find(Path(path), loading.peers) if is_first else [], []
+    def ask() -> list[str]:
+        return [os.path.abspath(directory), f"missing_ok={missing_ok}"]
 
-    _, candidates, broken = collect(group, look, _differing_directory)[0]
+    def look() -> tuple[list[Found], list[str]]:
+        path = Path(ask()[0])
+        return look_in(path, loading.peers) if missing_ok else (find(path, loading.peers), [])
+
+    same_directory(group, ask, hint="every rank loads from the same place")
+    candidates, broken = first(group, look)
     if broken and is_first and not candidates:
         warnings.warn(f"nothing loaded, passed over {'; '.join(broken)}", stacklevel=4)
     if not candidates:
@@ -98,13 +99,6 @@ def _load_newest(loading: _Loading, directory: str | os.PathLike[str], *, missin
             warnings.warn(f"loaded {checkpoint.path.name}, passed over {others}", stacklevel=4)
         return extra
     raise AssertionError("there is at least one candidate, and the last returns or raises")
-
-
-def _differing_directory(
-    group: Group, said: Sequence[tuple[list[str], Any, Any]]
-) -> Failure | None:
-    hint, asked = "every rank loads from the same place", [asked for asked, _, _ in said]
-    return difference(group, asked, "directory", hint, CheckpointError)
 
 
 def _load_found(loading: _Loading, checkpoint: Found) -> Any:

@@ -19,7 +19,7 @@ from uuid import uuid4
 from onefold.checkpoint.agreement import as_checkpoint_error, collect, describe, first, together
 from onefold.checkpoint.background import BackgroundThread, Notes, poll
 from onefold.checkpoint.checked_files import FileRecord
-from onefold.checkpoint.contents import Contents, Facts, RankState, config_of
+from onefold.checkpoint.contents import Contents, Facts, RankState, claimed_nbytes, config_of
 from onefold.checkpoint.directory import MANIFEST, Draft, Manifest, prune
 from onefold.checkpoint.packed_weights import refuse_quantized
 from onefold.checkpoint.rank_files import RankFiles
@@ -103,12 +103,15 @@ def save(
         stages.compare_messages()
         choices = (str(draft.target), wait, keep)
         is_pipeline = stages.is_pipeline
-        facts = partial(contents.facts, choices, manifest.save_id, is_pipeline=is_pipeline)
+        facts = partial(contents.facts, choices, is_pipeline=is_pipeline)
         everyone = collect(stages.group, facts, _differing_choices)
-        claimed = {key: nbytes for facts in everyone for key, nbytes in facts.claims.items()}
-        needed = sum(facts.nbytes for facts in everyone) + sum(claimed.values())
-        first(stages.group, lambda: draft.begin(needed))
-        manifest = replace(manifest, save_id=everyone[0].save_id)
+        needed = stages.group.total(contents.own_nbytes) + claimed_nbytes(everyone)
+
+        def begin() -> str:
+            draft.begin(needed)
+            return manifest.save_id
+
+        manifest = replace(manifest, save_id=first(stages.group, begin))
         files = RankFiles(draft.folder, is_cached=not wait)
         job = _Save(stages.group, draft, files, manifest, keep)
         job.write_state(partial(contents.agreed, everyone, is_pipeline=is_pipeline))
@@ -155,7 +158,8 @@ class _Save:
     def publish(self) -> None:
         """Wait for all ranks' disks and publish the checkpoint. A collective."""
         try:
-            records = collect(self.group, self._finish_files)
+            own = together(self.group, self._finish_files)
+            records = self.group.gather_at_first(own)
             first(self.group, lambda: self._commit(records))
         except BaseException:
             self._abandon()

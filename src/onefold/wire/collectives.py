@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from operator import methodcaller
 from typing import TypeVar, cast
 
@@ -14,13 +15,15 @@ import torch.distributed as dist
 
 from onefold.compat import NAMES
 from onefold.errors import OnefoldError, WireError
+from onefold.tier import accelerator
 from onefold.wire.digest import StepDigest
-from onefold.wire.lanes import ALL_GATHER, ALL_TO_ALL, Lanes
+from onefold.wire.lanes import ALL_GATHER, ALL_TO_ALL, MAX, Lanes, ReduceOp
 from onefold.wire.peers import Peers
 from onefold.wire.ticket import Ticket, Waitable
 from onefold.wire.watching import DeviceWatch
 
 T = TypeVar("T")
+INT64 = torch.int64
 
 MESSAGE, VOTE = "a message to all ranks", "a vote of all ranks"
 NOT_BEGUN = "the process group is destroyed, or an earlier collective of it failed"
@@ -204,13 +207,28 @@ class Group:
 
     def all_reduce_max(self, tensor: torch.Tensor, label: str = VOTE) -> None:
         """Replace `tensor` by its maximum over the ranks; blocks."""
+        self._all_reduce(tensor, MAX, label)
+
+    def total(self, number: int) -> int:
+        """The sum of a number over the ranks; blocks."""
+        total = torch.tensor([number], device="cpu")
+        self._all_reduce(total, dist.ReduceOp.SUM, MESSAGE)
+        return int(total)
+
+    def _all_reduce(self, tensor: torch.Tensor, kind: ReduceOp, label: str) -> None:
         if self.peers is not None and tensor.device.type == "cpu":
-            self.agree((VOTE, tensor.numel()), label, tensor)
-            work = self._begin_work(lambda lanes: lanes.all_reduce_max(tensor))
+            self.agree((VOTE, str(kind), tensor.numel()), label, tensor)
+            work = self._begin_work(lambda lanes: lanes.all_reduce(tensor, kind))
             self.wait(work, label)
         elif self.handle is not None:
             with named(f"{label} to complete"):
-                dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.handle)
+                near = tensor.to(accelerator.kind() or "cpu") if self._lacks_cpu(tensor) else tensor
+                dist.all_reduce(near, kind, group=self.handle)
+                tensor.copy_(near)
+
+    def _lacks_cpu(self, tensor: torch.Tensor) -> bool:
+        """True for a tensor in CPU memory of a group that sends those of devices alone."""
+        return tensor.is_cpu and self.is_nccl and "cpu:" not in dist.get_backend_config(self.handle)
 
     def all_reduced(self, tensor: torch.Tensor, *, is_max: bool = False) -> torch.Tensor:
         """The sum of `tensor` over the ranks, or its maximum; blocks."""
@@ -222,30 +240,88 @@ class Group:
         return total
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's small `value`, in rank order; blocks. It pickles: for set-up and control."""
+        """Every rank's small `value`, in rank order; blocks. It pickles: for set-up and control.
+
+        Mostly all ranks say the same. One message of 40 bytes compares that, whatever their number;
+        values travel where they differ.
+        """
         if self.world_size == 1:
             return [value]
-        if self.peers is not None:
-            return self._gather_pickled(value)
-        values = [value] * self.world_size
-        with named(f"{MESSAGE} to complete"):
-            dist.all_gather_object(values, value, group=self.handle)
-        return values
+        text = pickle.dumps(value)
+        digest = torch.frombuffer(bytearray(blake2b(text, digest_size=16).digest()), dtype=INT64)
+        facts = torch.cat([digest, ~digest, torch.tensor([len(text)], device="cpu")])
+        self.all_reduce_max(facts, MESSAGE)
+        *most, longest = facts.tolist()
+        if all(first == ~last for first, last in zip(most[:2], most[2:], strict=True)):
+            return [value] * self.world_size
+        return [pickle.loads(one) for one in self._gather_texts(text, longest)]
 
-    def _gather_pickled(self, value: T) -> list[T]:
-        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = torch.empty(self.world_size, dtype=torch.int64)
-        self.agree(MESSAGE, MESSAGE, sizes)
-        self._gather_now(sizes, torch.tensor([mine.numel()]))
-        numel = int(sizes.max())
-        sent, received = mine.new_zeros(numel), mine.new_empty(self.world_size * numel)
-        sent[: mine.numel()] = mine
-        self._gather_now(received, sent)
-        pairs = zip(received.split(numel), sizes.tolist(), strict=True)
-        return [pickle.loads(room[:size].numpy().tobytes()) for room, size in pairs]
+    def _gather_texts(self, text: bytes, longest: int) -> list[bytes]:
+        """The texts of all ranks; none is longer than `longest`."""
+        if self._lacks_cpu(torch.empty(0, device="cpu")):
+            return self._by_store(text, range(self.world_size))
+        sent = _framed(text, longest)
+        received = sent.new_empty(self.world_size * sent.numel())
+        self.agree((MESSAGE, sent.numel()), MESSAGE, sent)
+        self.wait(self.all_gather(received, sent), MESSAGE)
+        return [_unframed(room) for room in received.split(sent.numel())]
 
-    def _gather_now(self, out: torch.Tensor, shard: torch.Tensor) -> None:
-        self.wait(self.all_gather(out, shard), MESSAGE)
+    def gather_at_first(self, value: T) -> list[T]:
+        """Every rank's `value` on rank 0, nothing on others; blocks. It pickles, as `gather`."""
+        if self.world_size == 1:
+            return [value]
+        text, ranks = pickle.dumps(value), self.world_size
+        length = torch.tensor([len(text)], device="cpu")
+        self.all_reduce_max(length, MESSAGE)
+        if self._lacks_cpu(length):
+            texts = self._by_store(text, range(ranks * (self.rank == 0)))
+            return [pickle.loads(one) for one in texts]
+        sent = _framed(text, int(length))
+        numel, own = sent.numel(), sent.numel() * (self.rank == 0)
+        received = sent.new_empty(own * ranks)
+        self.agree((MESSAGE, "to rank 0", numel), MESSAGE, sent)
+        work = self.all_to_all(received, sent, [own] * ranks, [numel] + [0] * (ranks - 1))
+        self.wait(work, MESSAGE)
+        return [pickle.loads(_unframed(room)) for room in received.view(-1, numel)]
+
+    def take_first(self, value: T) -> T:
+        """Rank 0's small `value`, on every rank; blocks. It pickles: for set-up and control."""
+        if self.world_size == 1:
+            return value
+        text = pickle.dumps(value) if self.rank == 0 else b""
+        length = torch.tensor([len(text)], device="cpu")
+        self.all_reduce_max(length, MESSAGE)
+        if self._lacks_cpu(length):
+            return pickle.loads(self._by_store(text, [0])[0])
+        sent = _framed(text, int(length))
+        self.agree((MESSAGE, sent.numel()), MESSAGE, sent)
+        self.wait(self.broadcast(sent, 0), MESSAGE)
+        return value if self.rank == 0 else pickle.loads(_unframed(sent))
+
+    def _by_store(self, text: bytes, wanted: Sequence[int]) -> list[bytes]:
+        """The texts of some ranks, by the store of the group: no object goes over NCCL.
+
+        Texts before are read by now: each call begins with a sum over all ranks.
+        """
+        store = cast("dist.ProcessGroup", self.handle).get_group_store()
+        number = store.add(f"onefold/texts/{self.rank}", 1)
+        if number > 1:
+            store.delete_key(f"onefold/text/{number - 1}/{self.rank}")
+        store.set(f"onefold/text/{number}/{self.rank}", text)  # type: ignore[arg-type]
+        return [
+            bytes(one) for one in store.multi_get([f"onefold/text/{number}/{r}" for r in wanted])
+        ]
+
+
+def _framed(text: bytes, longest: int) -> torch.Tensor:
+    """The length of a text in 8 bytes, the text, and zeros up to that of the longest."""
+    frame = len(text).to_bytes(8, "little") + text
+    return torch.frombuffer(bytearray(frame.ljust(8 + longest, b"\0")), dtype=torch.uint8)
+
+
+def _unframed(room: torch.Tensor) -> bytes:
+    frame = room.numpy().tobytes()
+    return frame[8 : 8 + int.from_bytes(frame[:8], "little")]
 
 
 def without_rank(label: str) -> str:

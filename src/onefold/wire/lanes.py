@@ -43,6 +43,8 @@ _MOST_EXPECTED = 4096
 
 _LATER = timedelta(minutes=1)
 
+ReduceOp = dist.ReduceOp.RedOpType
+MAX = dist.ReduceOp.MAX
 ALL_GATHER, ALL_TO_ALL = AllgatherOptions(), AllToAllOptions()
 ALL_GATHER.asyncOp = ALL_TO_ALL.asyncOp = True
 """For calls of a backend itself: `torch.distributed`'s functions check as much time again."""
@@ -108,6 +110,12 @@ class Lane:
         self.issued += 1
         return self.backend
 
+    def all_reduce(self, tensor: torch.Tensor, kind: ReduceOp) -> dist.Work:
+        """Begin to reduce a tensor over the ranks, in place."""
+        options = AllreduceOptions()
+        options.reduceOp = kind  # type: ignore[assignment]
+        return self.begin().allreduce([tensor], options)
+
 
 class Lanes:
     """The lanes between the ranks of one group. `connect` is a collective."""
@@ -165,10 +173,8 @@ class Lanes:
     ) -> dist.Work:
         return self.now.begin().alltoall_base(out, sent, numels_out, numels_sent, ALL_TO_ALL)
 
-    def all_reduce_max(self, tensor: torch.Tensor) -> dist.Work:
-        options = AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
-        return self.now.begin().allreduce([tensor], options)
+    def all_reduce(self, tensor: torch.Tensor, kind: ReduceOp) -> dist.Work:
+        return self.now.all_reduce(tensor, kind)
 
 
 def _sockets() -> dict[int, str]:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from onefold.errors import OnefoldError, WireError
-from onefold.wire.lanes import AGREEMENT, ALL_GATHER, Lane, Lanes
+from onefold.wire.lanes import AGREEMENT, ALL_GATHER, MAX, Lane, Lanes
 from onefold.wire.roll_call import PATIENCE_S, RollCall, Waiting, time_is_up
 from onefold.wire.ticket import Ticket, Waitable
 
@@ -56,8 +56,12 @@ class Peers:
         if lane.expects(message):
             return
         facts = repr((lane.name, lane.issued, message))  # ranks may be ahead by expected messages
-        digest = torch.tensor([crc32(facts.encode())], device="cpu")
-        if len({row[0] for row in self._exchange_labels(digest, label)}) > 1:
+        digest = crc32(facts.encode())
+        most = torch.tensor([digest, ~digest], device="cpu")
+        agreeing = self.lanes.all[AGREEMENT]
+        work = agreeing.all_reduce(most, MAX)
+        Ticket([Message(self, [work], agreeing, label)], label=label).wait()
+        if most[0] != ~most[1]:
             here = Message(self, [], lane, label).waiting
             place = f"{self.roll_call.place_of(here)} (message {lane.issued} of its phase)"
             line = bytearray(place.encode()[:_PLACE_NBYTES].ljust(_PLACE_NBYTES))

@@ -50,8 +50,11 @@ def together(
 
 def first(group: Group, act: Callable[[], T], kind: type[OnefoldError] = WireError) -> T:
     """Run `act` on rank 0 alone, and return its result on every rank. A collective."""
-    results: list[Any] = collect(group, lambda: act() if group.rank == 0 else None, kind)
-    return results[0]
+    said, own = _said(act if group.rank == 0 else _nothing, group, kind)
+    try:
+        return _result(group.take_first(said), own)
+    finally:
+        del own  # its traceback refers to this frame
 
 
 def collect(
@@ -59,20 +62,38 @@ def collect(
     kind: type[OnefoldError] = WireError, judge: Judge | None = None,
 ) -> list[T]:  # fmt: skip
     """Run `act` as `together` does; return the results of the first group, in rank order."""
-    said: Any = None
-    own: BaseException | None = None
-    results: list[T] = []
     axes = [groups] if isinstance(groups, Group) else groups
-    try:
-        said = act()
-    except BaseException as error:
-        own, said = error, failure_of(error, axes[0], kind)
+    said, own = _said(act, axes[0], kind)
+    results: list[T] = []
     for axis in axes:
         answers: list[Any] = axis.gather(said)
         results = results or answers
         if not isinstance(said, Failure):
             failure = next((answer for answer in answers if isinstance(answer, Failure)), None)
             said = failure or (judge and judge(axis, answers)) or said
+    try:
+        _result(said, own)
+    finally:
+        del own  # its traceback refers to this frame
+    return results
+
+
+def _nothing() -> None:
+    return None
+
+
+def _said(
+    act: Callable[[], Any], group: Group, kind: type[OnefoldError]
+) -> tuple[Any, BaseException | None]:
+    """What `act` returns, or its failure as the others raise it; and its error."""
+    try:
+        return act(), None
+    except BaseException as error:
+        return failure_of(error, group, kind), error
+
+
+def _result(said: Any, own: BaseException | None) -> Any:
+    """Raise this rank's own error, or that of another rank; return what was said."""
     if own is not None:
         try:
             raise as_agreed(own)
@@ -80,7 +101,7 @@ def collect(
             del own  # its traceback refers to this frame
     if isinstance(said, Failure):
         raise said.error()
-    return results
+    return said
 
 
 def same(
