@@ -262,7 +262,8 @@ class Slot:
             return "memory"
         usual, usual_wall = self.job.expected.get(self._case, IMPORTS)
         wall_s = min(HANG_WALL_S + LONGER * usual_wall, LONGEST_S)
-        cpu_s = HANG_CPU_S + LONGER * usual
+        # other processes of a case, such as ranks that serve a whole file, are not in `usual`
+        cpu_s = HANG_CPU_S + LONGER * max(usual, usual_wall)
         if self.job.num_marks:
             wall_s, cpu_s = 5 * LONGEST_S, 5 * LONGEST_S
         return "hang" if now > self._turned + wall_s or cpu > self._turned_cpu + cpu_s else ""
