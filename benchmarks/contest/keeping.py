@@ -8,7 +8,10 @@ from contest.summary import Round, Spread
 
 DISK = "the disk"
 OURS = "onefold 3"
-SECONDS = {"saved": "save s", "durable": "durable s", "copied": "async s", "loaded": "load s"}
+SECONDS = {
+    "saved": "save s", "durable": "durable s", "copied": "async s", "loaded": "load s",
+    "warm": "load s, cached",
+}  # fmt: skip
 MEMORY = {"save_extra": "save MB", "load_extra": "load MB"}
 SPEEDS = {"durable": "write / disk", "loaded": "read / disk"}
 HEAD = ["", *SECONDS.values(), *MEMORY.values(), "write GB/s", "read GB/s", *SPEEDS.values()]

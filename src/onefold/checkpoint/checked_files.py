@@ -127,7 +127,7 @@ class BlockReader:
         self._verified_blocks: OrderedDict[int, memoryview] = OrderedDict()  # the last ones read
         chunks = _chunks_of(announced)
         # reads ahead through a descriptor of its own: O_DIRECT is a descriptor's flag
-        self._ahead = ReadAhead(open_regular(path), chunks) if len(chunks) > 1 else None
+        self._ahead = ReadAhead(open_regular(path), self._fd, chunks) if len(chunks) > 1 else None
 
     def __enter__(self) -> BlockReader:
         return self

@@ -1,9 +1,9 @@
 """Write and read files at the disk's full rate: past the page cache, several requests at a time.
 
 A checkpoint is written once and read once. The page cache would only cost a copy of every byte, and
-pages that other processes use. O_DIRECT needs aligned memory, so bytes pass through a few aligned
-chunks; checksums and copies then overlap the transfer. A file system without O_DIRECT (tmpfs) gets
-the same chunks through the page cache.
+pages that other processes use; what it holds already is read from it. O_DIRECT needs aligned
+memory, so bytes pass through a few aligned chunks; checksums and copies then overlap the transfer.
+A file system without O_DIRECT (tmpfs) gets the same chunks through the page cache.
 """
 
 import mmap
@@ -16,6 +16,8 @@ from onefold.tier.disk import set_direct
 WRITE_CHUNK_NBYTES, NUM_WRITE_CHUNKS = 4 << 20, 3
 READ_CHUNK_NBYTES, NUM_READ_CHUNKS = 2 << 20, 8
 """Measured: two writers reach the disk's rate with three chunks. Two readers need more requests."""
+
+_IF_CACHED = getattr(os, "RWF_NOWAIT", 0)  # Linux alone has it
 
 
 class CachedSink:
@@ -108,11 +110,13 @@ def _write_all(fd: int, view: memoryview) -> None:
 class ReadAhead:
     """Read chunks of a file before they are needed. Owns and closes `fd`.
 
-    `chunks` are the numbers of chunks of READ_CHUNK_NBYTES, ascending.
+    `cached`: another descriptor of the file, which reads what the page cache holds. `chunks` are
+    the numbers of chunks of READ_CHUNK_NBYTES, ascending.
     """
 
-    def __init__(self, fd: int, chunks: list[int]) -> None:
+    def __init__(self, fd: int, cached: int, chunks: list[int]) -> None:
         self._fd = fd
+        self._cached = cached
         self._wanted = deque(chunks)
         self._ready: deque[tuple[int, Future[int], mmap.mmap]] = deque()
         self._free = deque(
@@ -138,21 +142,32 @@ class ReadAhead:
         while self._wanted and self._free:
             chunk, room = self._wanted.popleft(), self._free.popleft()
             offset = chunk * READ_CHUNK_NBYTES
-            self._ready.append(
-                (chunk, self._pool.submit(_read_chunk, self._fd, room, offset), room)
-            )
+            future = self._pool.submit(_read_chunk, self._fd, self._cached, room, offset)
+            self._ready.append((chunk, future, room))
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
         os.close(self._fd)
 
 
-def _read_chunk(fd: int, room: mmap.mmap, offset: int) -> int:
+def _read_chunk(fd: int, cached: int, room: mmap.mmap, offset: int) -> int:
     """Fill `room` from `offset` and return the number of bytes: fewer only at the file's end."""
-    view, done = memoryview(room), 0
+    view = memoryview(room)
+    done = _read_cached(cached, view, offset)
     while done < len(view):
         got = os.preadv(fd, [view[done:]], offset + done)
         done += got
         if got == 0 or got % mmap.PAGESIZE:
             break
     return done
+
+
+def _read_cached(fd: int, view: memoryview, offset: int) -> int:
+    """Read what the page cache holds from `offset` on, in whole pages; 0 where it cannot tell."""
+    if not _IF_CACHED:
+        return 0
+    try:
+        got = os.preadv(fd, [view], offset, _IF_CACHED)
+    except OSError:  # nothing is there (EAGAIN), or the file system cannot tell (tmpfs: EOPNOTSUPP)
+        return 0
+    return got - got % mmap.PAGESIZE

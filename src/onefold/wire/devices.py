@@ -110,15 +110,19 @@ def check_devices(device: torch.device, group: Group) -> None:
         if device.type != "cpu" and not dist.is_torchelastic_launched():
             _warn_of_idle(device)
         return
-    mine = (socket.gethostname(), device.type, str(device))
-    everyone = group.gather(mine)
-    for rank, (host, kind, name) in enumerate(everyone):
-        if kind != everyone[0][1]:
-            got = f"{everyone[0][2]} on rank 0 and {name} on rank {rank}"
-            hint = "every rank moves its module to its own device, or leaves it on the CPU"
-            raise ConfigError("the same kind of device on every rank", got, hint=hint)
-        other = everyone.index((host, kind, name))
-        if kind != "cpu" and other != rank and not _may_share():
+    kinds = group.gather(device.type)
+    other = next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), 0)
+    if other:
+        names = group.gather(str(device))
+        got = f"{names[0]} on rank 0 and {names[other]} on rank {other}"
+        hint = "every rank moves its module to its own device, or leaves it on the CPU"
+        raise ConfigError("the same kind of device on every rank", got, hint=hint)
+    if device.type == "cpu":
+        return
+    holders: dict[tuple[str, str], int] = {}
+    for rank, (host, name) in enumerate(group.gather((socket.gethostname(), str(device)))):
+        other = holders.setdefault((host, name), rank)
+        if other != rank and not _may_share():
             got = f"{name} on ranks {other} and {rank}, both on host {host!r}"
             hint = "use the device of LOCAL_RANK: "
             hint += "torch.accelerator.set_device_index(int(os.environ['LOCAL_RANK'])); for a test "

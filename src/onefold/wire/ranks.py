@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -138,13 +137,14 @@ def two_axes_of_launcher(ranks: Ranks, device: torch.device, *, is_asked: bool =
     if not (ranks.everyone.handle is dist.group.WORLD if is_asked else is_world):
         return ranks
     place = local_place(ranks.everyone)
-    places, local = ranks.everyone.gather(place), place[1]
-    is_even = places == [(rank % local, local) for rank in range(world_size)]
+    local = place[1]
+    mine = (place == (ranks.everyone.rank % local, local), local)  # mostly the same on all ranks
+    is_even = ranks.everyone.gather(mine) == [(True, local)] * world_size
     if not is_asked and not (is_even and world_size % local == 0 and local > 1):
         return ranks
     if not is_even or world_size % local:
         wanted = "as many ranks on every host, host after host, for a wire that knows hosts"
-        got = f"{places}, (local rank, ranks of its host) by rank"
+        got = f"{ranks.everyone.gather(place)}, (local rank, ranks of its host) by rank"
         hint = "start equal numbers with torchrun --nproc-per-node, or pass mesh="
         raise ConfigError(wanted, got, hint=hint)
     if local == world_size:
@@ -230,10 +230,10 @@ def with_hosts(group: Group) -> Group:
     """
     if group.world_size == 1:
         return group
-    place, host = launcher.local_place(), socket.gethostname()
-    answers = cast("list[tuple[object, str]]", group.gather((place, host)))
-    hosts = [name for _, name in answers]
-    if any(answer is None for answer, _ in answers):
+    place = launcher.local_place()
+    if any(group.gather(place is None)):
+        host = socket.gethostname()
+        hosts = group.gather(host)
         place = hosts[: group.rank].count(host), hosts.count(host)
     return replace(group, local=place)
 
