@@ -75,6 +75,7 @@ check: $(VENV)/dev.done
 # into build/site; a warning is an error, and so is a link or anchor that leads nowhere
 docs: $(VENV)/docs.done
 	$(BIN)/python docs/tools/memory_figure.py
+	$(BIN)/python docs/tools/scale_figure.py
 	$(BIN)/python docs/tools/cli_page.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	$(BIN)/python docs/tools/check_site.py build/site

@@ -33,6 +33,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from contest.results import provenance
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -279,7 +280,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=numbers, default=[], help="such as 8,512,2048")
     parser.add_argument("--rows", type=words, default=["even", "uneven"], help="even,uneven")
     parser.add_argument("--memory", action="store_true", help="MiB in place of milliseconds")
-    parser.add_argument("--to", type=Path, help="write JSON there")
+    parser.add_argument("--to", type=Path, help="add to this JSON file")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
@@ -289,7 +290,11 @@ def main() -> None:
             cells = "   ".join(f"{name} {value:7.3f} {unit}" for name, value in by_engine.items())
             print(f"{size:38s} {cells}")
     if options.to:
-        options.to.write_text(json.dumps({k: v for table in found for k, v in table.items()}))
+        kept = json.loads(options.to.read_text()) if options.to.exists() else provenance()
+        kept["MiB" if options.memory else "ms"] = {
+            k: v for table in found for k, v in table.items()
+        }
+        options.to.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -252,7 +252,7 @@ def test_the_readme_links_to_files_that_exist():
 
 def test_generated_parts_are_what_their_scripts_write(monkeypatch):
     monkeypatch.syspath_prepend(TOOLS)
-    tools = ("memory_figure.py", "cli_page.py")
+    tools = ("memory_figure.py", "scale_figure.py", "cli_page.py")
     ended = {tool: runpy.run_path(str(TOOLS / tool))["main"](["--check"]) for tool in tools}
     assert {tool: code for tool, code in ended.items() if code} == {}
 

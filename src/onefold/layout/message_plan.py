@@ -83,7 +83,7 @@ class MessagePlan:
         self.is_replicated = [slot.replicated and group.world_size > 1 for slot in slots]
         self.is_matrix = [bool(slot.fqn) and len(slot.shape) > 1 for slot in slots]
         self.is_wide = group.world_size > FEW_RANKS and not any(p.prefix for p in self.pieces)
-        self.longest = [pieces.most for pieces in self.pieces]
+        numels, self.longest, own = self._lengths()
         is_nccl, packs = group.is_nccl, group.packs  # the first asks torch for its backends
         sizes = [
             self._size(index, slot.num_slabs, is_nccl=is_nccl, packs=packs)
@@ -95,15 +95,26 @@ class MessagePlan:
         self.counted = self._counted() if self.is_wide else []
         self.medium = [index for index in self.medium if index not in self.counted]
         self._offsets = offsets
-        numels, own = [p.numel for p in self.pieces], [p.length(self.rank) for p in self.pieces]
         pairs = zip(slots, self.is_replicated, strict=True)
         state = [i for i, (slot, is_one) in enumerate(pairs) if slot.fqn and not is_one]
         self.own_numels = own
-        self._sharded_numel = sum(numels[index] for index in state)
-        self.own_numel = sum(own[index] for index in state)
+        self._sharded_numel = sum([numels[index] for index in state])
+        self.own_numel = sum([own[index] for index in state])
         self.numel = sum(numels)
         self.identity = (name, itemsize, self.numel)
         """Tells the message from others: the same on every rank."""
+
+    def _lengths(self) -> tuple[list[int], list[int], list[int]]:
+        """Of each region: elements, those of the longest piece, and those of this rank's."""
+        if self.is_wide:
+            pieces, rank = self.pieces, self.rank
+            return (
+                [p.numel for p in pieces],
+                [p.most for p in pieces],
+                [p.length(rank) for p in pieces],
+            )
+        tables = [pieces.lengths for pieces in self.pieces]
+        return [*map(sum, tables)], [*map(max, tables)], [table[self.rank] for table in tables]
 
     def _size(self, index: int, num_slabs: int, *, is_nccl: bool, packs: bool) -> Size:
         """Classify a region.

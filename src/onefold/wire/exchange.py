@@ -8,7 +8,7 @@ gathers and reductions, which stage everything in hidden copies.
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Generic, TypeVar
 
 import torch
@@ -70,9 +70,10 @@ class Exchange:
         """Count the bytes of one collective, under the name of its links; flags and padding too."""
         name = collective + self._where
         self.ledger.sent(name, nbytes)
-        for other, more in (("control", control_nbytes), (padding_of(name), padding_nbytes)):
-            if more:
-                self.ledger.sent(other, more, 0)
+        if control_nbytes:
+            self.ledger.sent("control", control_nbytes, 0)
+        if padding_nbytes:
+            self.ledger.sent(padding_of(name), padding_nbytes, 0)
 
     def all_gather(self, flat: Tensor, spans: Ranges) -> list[Waitable]:
         """Begin to send each rank's span of `flat` to all others.
@@ -80,9 +81,9 @@ class Exchange:
         One collective where pieces are equal, lie together and are small, or ranks are many:
         latency counts then.
         """
-        nbytes, is_wide = spans.common * flat.element_size(), len(spans) > message_plan.FEW_RANKS
+        common, first, start, stop, last = _edges(spans, self.group.rank)
+        is_wide, nbytes = self.group.world_size > message_plan.FEW_RANKS, common * flat.itemsize
         if nbytes and (self._native or is_wide or nbytes < PACK_NBYTES):
-            (first, _), (start, stop), (_, last) = spans[0], spans[self.group.rank], spans[-1]
             full = flat if last - first == flat.numel() else flat[first:last]
             return [self.group.all_gather(full, flat[start:stop])]
         return [
@@ -119,6 +120,12 @@ class Exchange:
         if ranks > message_plan.FEW_RANKS and counts[self.group.rank] == own:
             return work, received, received.view(ranks, own)
         return work, received, received.split_with_sizes(counts)
+
+
+@lru_cache(maxsize=4096)
+def _edges(spans: Ranges, rank: int) -> tuple[int, int, int, int, int]:
+    """The length of all spans if they are equal, where all begin, a rank's own, where all end."""
+    return spans.common, spans[0][0], *spans[rank], spans[-1][1]
 
 
 class SpareBuffers(Generic[B]):

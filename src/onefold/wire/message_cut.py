@@ -140,11 +140,11 @@ class SmallIndex:
     def __init__(
         self, device: torch.device, world_size: int, rank: int, spans: Sequence[Ranges]
     ) -> None:
-        ends, of_ranks = [0], list[Tensor]()
-        for each in range(world_size):
-            of_ranks += [torch.arange(*span[each]) for span in spans]
-            ends.append(ends[-1] + sum(span.length(each) for span in spans))
-        self._span = start, stop = ends[rank], ends[rank + 1]
+        by_rank = [*zip(*spans, strict=True)] or [()] * world_size
+        of_ranks = [torch.arange(*span) for spans in by_rank for span in spans]
+        numels = [sum([stop - start for start, stop in spans]) for spans in by_rank]
+        start = sum(numels[:rank])
+        self._span = start, stop = start, start + numels[rank]
         self.positions = torch.cat([torch.empty(0, dtype=torch.int64), *of_ranks]).to(device)
         self.own = self.positions[start:stop]
 

@@ -159,10 +159,11 @@ class Composed:
             staged = full.new_empty(numel)
 
         def begin() -> list[Waitable]:
-            works = [
-                work for index in cut.large for work in exchange.all_gather(full, cut.spans[index])
-            ]
-            works += [exchange.all_gather_counted(full, cut.spans[index]) for index in cut.counted]
+            works = list[Waitable]()
+            for index in cut.large:
+                works += exchange.all_gather(full, cut.spans[index])
+            for index in cut.counted:
+                works.append(exchange.all_gather_counted(full, cut.spans[index]))
             if numel:
                 cut.chunks.pack_own(staged, full, () if own is None else own.rows)
                 works += exchange.all_gather(staged, cut.chunks.spans)
@@ -175,8 +176,8 @@ class Composed:
 
         works = exchange.together(full.device, begin)
         itemsize = full.element_size()
-        numels = cut.gather_numel, cut.control_numel, cut.gather_padding
-        exchange.count("gather", *(numel * itemsize for numel in numels))
+        nbytes, control = cut.gather_numel * itemsize, cut.control_numel * itemsize
+        exchange.count("gather", nbytes, control, cut.gather_padding * itemsize)
         return Ticket(self.group.track(works, label), read if numel else None, label)
 
     # reduce
@@ -204,8 +205,8 @@ class Composed:
 
         works = self.exchange.together(partials[0].device, begin)
         itemsize = packed.element_size()
-        numels = cut.reduce_numel, cut.control_numel, cut.reduce_padding
-        self.exchange.count("reduce_scatter", *(numel * itemsize for numel in numels))
+        nbytes, control = cut.reduce_numel * itemsize, cut.control_numel * itemsize
+        self.exchange.count("reduce_scatter", nbytes, control, cut.reduce_padding * itemsize)
         if cut.medium:
             received.append(packed)  # kept for the next reduction, too
 
@@ -384,6 +385,10 @@ def _place(
 ) -> None:
     """Copy the means of some regions to their targets, or add them there."""
     for write, is_wanted in ((torch._foreach_copy_, True), (torch._foreach_add_, False)):
-        chosen = [i for i, index in enumerate(which) if fresh[index] is is_wanted]
-        if chosen:
-            write([out[which[i]] for i in chosen], [parts[i] for i in chosen])
+        into, values = list[Tensor](), list[Tensor]()
+        for part, index in zip(parts, which, strict=True):
+            if fresh[index] is is_wanted:
+                into.append(out[index])
+                values.append(part)
+        if into:
+            write(into, values)
