@@ -69,7 +69,8 @@ class MessagePlan:
     """How the regions of one message are cut over the ranks, and what one of them sends.
 
     Only reductions have replicated regions, sent to every rank. `name` is that of the unit or
-    parameter, for observers. All lists have an element a region, none an element a rank.
+    parameter, for observers. All lists have an element a region; none has an element a rank, but
+    `lengths`, where ranks are few.
     """
 
     def __init__(
@@ -83,7 +84,8 @@ class MessagePlan:
         self.is_replicated = [slot.replicated and group.world_size > 1 for slot in slots]
         self.is_matrix = [bool(slot.fqn) and len(slot.shape) > 1 for slot in slots]
         self.is_wide = group.world_size > FEW_RANKS and not any(p.prefix for p in self.pieces)
-        numels, self.longest, own = self._lengths()
+        self.lengths = [] if self.is_wide else [pieces.lengths for pieces in self.pieces]
+        self.numels, self.longest, self.own_numels = self._totals()
         is_nccl, packs = group.is_nccl, group.packs  # the first asks torch for its backends
         sizes = [
             self._size(index, slot.num_slabs, is_nccl=is_nccl, packs=packs)
@@ -97,14 +99,13 @@ class MessagePlan:
         self._offsets = offsets
         pairs = zip(slots, self.is_replicated, strict=True)
         state = [i for i, (slot, is_one) in enumerate(pairs) if slot.fqn and not is_one]
-        self.own_numels = own
-        self._sharded_numel = sum([numels[index] for index in state])
-        self.own_numel = sum([own[index] for index in state])
-        self.numel = sum(numels)
+        self._sharded_numel = sum([self.numels[index] for index in state])
+        self.own_numel = sum([self.own_numels[index] for index in state])
+        self.numel = sum(self.numels)
         self.identity = (name, itemsize, self.numel)
         """Tells the message from others: the same on every rank."""
 
-    def _lengths(self) -> tuple[list[int], list[int], list[int]]:
+    def _totals(self) -> tuple[list[int], list[int], list[int]]:
         """Of each region: elements, those of the longest piece, and those of this rank's."""
         if self.is_wide:
             pieces, rank = self.pieces, self.rank
@@ -113,7 +114,7 @@ class MessagePlan:
                 [p.most for p in pieces],
                 [p.length(rank) for p in pieces],
             )
-        tables = [pieces.lengths for pieces in self.pieces]
+        tables = self.lengths
         return [*map(sum, tables)], [*map(max, tables)], [table[self.rank] for table in tables]
 
     def _size(self, index: int, num_slabs: int, *, is_nccl: bool, packs: bool) -> Size:
@@ -128,13 +129,13 @@ class MessagePlan:
             return Size.LARGE if is_large else Size.MEDIUM
         if self.is_replicated[index] or nbytes * num_slabs < PACK_NBYTES:
             return Size.SMALL
-        is_few = self.pieces[index].numel * self.itemsize <= SHARE_NBYTES
+        is_few = self.numels[index] * self.itemsize <= SHARE_NBYTES
         shares = packs or (not is_nccl and is_few)
         return Size.MEDIUM if shares or nbytes < PACK_NBYTES else Size.LARGE
 
     def _counted(self) -> list[int]:
         """The regions that pad the shared message most, as many as it has too much padding."""
-        numels = {index: self.pieces[index].numel for index in self.medium}
+        numels = {index: self.numels[index] for index in self.medium}
         padded = {index: self.longest[index] * self.world_size - numels[index] for index in numels}
         counted, left = list[int](), sum(numels.values())
         for index in sorted(padded, key=lambda index: -padded[index]):
@@ -186,7 +187,7 @@ class MessagePlan:
 
     @property
     def _shared_numel(self) -> int:
-        return sum(self.pieces[index].numel for index in self._shared)
+        return sum([self.numels[index] for index in self._shared])
 
     @cached_property
     def chunk_numel(self) -> int:

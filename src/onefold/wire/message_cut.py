@@ -36,8 +36,7 @@ class TightChunks:
     def __init__(self, plan: MessagePlan) -> None:
         self._plan = plan
         small, medium = (
-            [*zip(*(plan.pieces[index].lengths for index in these), strict=True)]
-            or [()] * plan.world_size
+            [*zip(*[plan.lengths[index] for index in these], strict=True)] or [()] * plan.world_size
             for these in (plan.small, plan.medium)
         )
         self._small_numels = [*map(list[int], small)]
