@@ -70,7 +70,7 @@ class MessagePlan:
 
     Only reductions have replicated regions, sent to every rank. `name` is that of the unit or
     parameter, for observers. All lists have an element a region; none has an element a rank, but
-    `lengths`, where ranks are few.
+    `lengths`, where ranks are few or have shares.
     """
 
     def __init__(
@@ -149,6 +149,12 @@ class MessagePlan:
             left -= numels[index]
             del padded[index]
         return counted
+
+    def piece_numels(self, index: int) -> Sequence[int]:
+        """Elements of each rank's piece of a region; none where many have pieces of one size."""
+        if self.is_wide:
+            return self.pieces[index].lengths if index in self.counted else ()
+        return self.lengths[index]
 
     # elements that this rank sends
 

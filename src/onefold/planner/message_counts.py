@@ -245,8 +245,8 @@ def _reduce(members: tuple[Member, ...], parts: Parts, group: _Group, word: str)
     if word != EXACT:
         nbytes_of = codec_of(word).nbytes
         messages = QuantizedMessages(plan, plan.pieces, nbytes_of, itemsize, is_reduced=True)
-        matrices = compress(zip(plan.pieces, plan.own_numels, strict=True), plan.is_matrix)
-        owed = sum(pieces.numel - own for pieces, own in matrices)
+        matrices = compress(zip(plan.numels, plan.own_numels, strict=True), plan.is_matrix)
+        owed = sum(numel - own for numel, own in matrices)
         received = (ranks - 1) * messages.own_nbytes
         return PlannedMessage(messages.nbytes, (messages.nbytes, received), owed)
     shared = (plan.packed_numel,) if plan.medium else ()

@@ -23,7 +23,6 @@ from onefold.wire.ticket import Ticket, Waitable
 from onefold.wire.watching import DeviceWatch
 
 T = TypeVar("T")
-INT64 = torch.int64
 
 MESSAGE, VOTE = "a message to all ranks", "a vote of all ranks"
 NOT_BEGUN = "the process group is destroyed, or an earlier collective of it failed"
@@ -73,7 +72,7 @@ class Group:
         `on_cpu`: for tensors in CPU memory, which the backend of the world may not send.
         """
         world = cast("dist.ProcessGroup", dist.group.WORLD)
-        lacks_cpu = on_cpu and "cpu:" not in dist.get_backend_config(world)
+        lacks_cpu = on_cpu and not _sends_cpu(world)
         if len(ranks) == dist.get_world_size() and not lacks_cpu:
             return Group.from_handle(world)
         bound = world.bound_device_id
@@ -222,13 +221,15 @@ class Group:
             self.wait(work, label)
         elif self.handle is not None:
             with named(f"{label} to complete"):
-                near = tensor.to(accelerator.kind() or "cpu") if self._lacks_cpu(tensor) else tensor
+                is_far = tensor.is_cpu and self._lacks_cpu
+                near = tensor.to(accelerator.kind() or "cpu") if is_far else tensor
                 dist.all_reduce(near, kind, group=self.handle)
                 tensor.copy_(near)
 
-    def _lacks_cpu(self, tensor: torch.Tensor) -> bool:
-        """True for a tensor in CPU memory of a group that sends those of devices alone."""
-        return tensor.is_cpu and self.is_nccl and "cpu:" not in dist.get_backend_config(self.handle)
+    @property
+    def _lacks_cpu(self) -> bool:
+        """True if the backend sends tensors of devices alone, none in CPU memory."""
+        return self.is_nccl and not _sends_cpu(self.handle)
 
     def all_reduced(self, tensor: torch.Tensor, *, is_max: bool = False) -> torch.Tensor:
         """The sum of `tensor` over the ranks, or its maximum; blocks."""
@@ -248,7 +249,9 @@ class Group:
         if self.world_size == 1:
             return [value]
         text = pickle.dumps(value)
-        digest = torch.frombuffer(bytearray(blake2b(text, digest_size=16).digest()), dtype=INT64)
+        digest = torch.frombuffer(
+            bytearray(blake2b(text, digest_size=16).digest()), dtype=torch.int64
+        )
         facts = torch.cat([digest, ~digest, torch.tensor([len(text)], device="cpu")])
         self.all_reduce_max(facts, MESSAGE)
         *most, longest = facts.tolist()
@@ -258,7 +261,7 @@ class Group:
 
     def _gather_texts(self, text: bytes, longest: int) -> list[bytes]:
         """The texts of all ranks; none is longer than `longest`."""
-        if self._lacks_cpu(torch.empty(0, device="cpu")):
+        if self._lacks_cpu:
             return self._by_store(text, range(self.world_size))
         sent = _framed(text, longest)
         received = sent.new_empty(self.world_size * sent.numel())
@@ -271,12 +274,11 @@ class Group:
         if self.world_size == 1:
             return [value]
         text, ranks = pickle.dumps(value), self.world_size
-        length = torch.tensor([len(text)], device="cpu")
-        self.all_reduce_max(length, MESSAGE)
-        if self._lacks_cpu(length):
+        longest = self._longest(text)
+        if self._lacks_cpu:
             texts = self._by_store(text, range(ranks * (self.rank == 0)))
             return [pickle.loads(one) for one in texts]
-        sent = _framed(text, int(length))
+        sent = _framed(text, longest)
         numel, own = sent.numel(), sent.numel() * (self.rank == 0)
         received = sent.new_empty(own * ranks)
         self.agree((MESSAGE, "to rank 0", numel), MESSAGE, sent)
@@ -289,14 +291,19 @@ class Group:
         if self.world_size == 1:
             return value
         text = pickle.dumps(value) if self.rank == 0 else b""
-        length = torch.tensor([len(text)], device="cpu")
-        self.all_reduce_max(length, MESSAGE)
-        if self._lacks_cpu(length):
+        longest = self._longest(text)
+        if self._lacks_cpu:
             return pickle.loads(self._by_store(text, [0])[0])
-        sent = _framed(text, int(length))
+        sent = _framed(text, longest)
         self.agree((MESSAGE, sent.numel()), MESSAGE, sent)
         self.wait(self.broadcast(sent, 0), MESSAGE)
         return value if self.rank == 0 else pickle.loads(_unframed(sent))
+
+    def _longest(self, text: bytes) -> int:
+        """The length of the longest text of all ranks."""
+        length = torch.tensor([len(text)], device="cpu")
+        self.all_reduce_max(length, MESSAGE)
+        return int(length)
 
     def _by_store(self, text: bytes, wanted: Sequence[int]) -> list[bytes]:
         """The texts of some ranks, by the store of the group: no object goes over NCCL.
@@ -304,13 +311,17 @@ class Group:
         Texts before are read by now: each call begins with a sum over all ranks.
         """
         store = cast("dist.ProcessGroup", self.handle).get_group_store()
-        number = store.add(f"onefold/texts/{self.rank}", 1)
-        if number > 1:
-            store.delete_key(f"onefold/text/{number - 1}/{self.rank}")
-        store.set(f"onefold/text/{number}/{self.rank}", text)  # type: ignore[arg-type]
-        return [
-            bytes(one) for one in store.multi_get([f"onefold/text/{number}/{r}" for r in wanted])
-        ]
+        with named(f"{MESSAGE} to complete"):
+            number = store.add(f"onefold/texts/{self.rank}", 1)
+            if number > 1:
+                store.delete_key(f"onefold/text/{number - 1}/{self.rank}")
+            store.set(f"onefold/text/{number}/{self.rank}", text)  # type: ignore[arg-type]
+            keys = [f"onefold/text/{number}/{rank}" for rank in wanted]
+            return [*map(bytes, store.multi_get(keys))]
+
+
+def _sends_cpu(handle: dist.ProcessGroup | None) -> bool:
+    return "cpu:" in dist.get_backend_config(handle)
 
 
 def _framed(text: bytes, longest: int) -> torch.Tensor:

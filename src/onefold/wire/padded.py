@@ -20,7 +20,7 @@ from onefold.layout.message_plan import MessagePlan
 from onefold.layout.ranges import Ranges, Stack
 
 
-class Place(NamedTuple):
+class RegionPlace(NamedTuple):
     """Where the pieces of a region lie in chunks, and in a flat tensor."""
 
     region: int
@@ -44,11 +44,11 @@ class PaddedChunks:
         self._has_padding = self._numel > own
 
     @cached_property
-    def _of_pieces(self) -> list[Place]:
+    def _of_pieces(self) -> list[RegionPlace]:
         return self._places_of(self._plan.pieces)
 
     @cached_property
-    def _of_spans(self) -> list[Place]:
+    def _of_spans(self) -> list[RegionPlace]:
         return self._places_of(self._plan.spans)
 
     @cached_property
@@ -56,12 +56,12 @@ class PaddedChunks:
         plan = self._plan
         return [(index, slice(*plan.spans[index][plan.rank])) for index in plan.medium]
 
-    def _places_of(self, ranges: Sequence[Ranges]) -> list[Place]:
-        places = list[Place]()
+    def _places_of(self, ranges: Sequence[Ranges]) -> list[RegionPlace]:
+        places = list[RegionPlace]()
         for index, chunk in zip(self._plan.medium, self._starts, strict=True):
             stack = ranges[index].stack
             short = ranges[index][stack.full][0] if stack.short else 0
-            places.append(Place(index, chunk, stack, short))
+            places.append(RegionPlace(index, chunk, stack, short))
         return places
 
     def pack_own(self, packed: Tensor, full: Tensor, rows: Sequence[Tensor | None] = ()) -> None:
@@ -100,7 +100,7 @@ class PaddedChunks:
         ]
 
     def _views(
-        self, matrix: Tensor, flats: Sequence[Tensor] | Tensor, places: Sequence[Place]
+        self, matrix: Tensor, flats: Sequence[Tensor] | Tensor, places: Sequence[RegionPlace]
     ) -> tuple[list[Tensor], list[Tensor]]:
         """The pieces of all regions: in the chunks, and in `flats`, one tensor or one a region."""
         chunks, pieces = list[Tensor](), list[Tensor]()

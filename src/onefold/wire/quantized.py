@@ -205,13 +205,13 @@ class Quantized:
         """The residual of the part for a rank; None without feedback."""
         if not part.is_quantized or reduction.feedback is None:
             return None
-        rank, pieces = self.group.rank, reduction.cut.pieces[part.region]
-        own = pieces.length(rank)
-        rest = reduction.feedback(part.region, pieces.numel - own)
+        cut, region = reduction.cut, part.region
+        own = cut.own_numels[region]
+        rest = reduction.feedback(region, cut.numels[region] - own)
         if rest is None:
             return None
         # it has no rows for this rank, which sends itself nothing
-        before = own if receiver > rank else 0
+        before = own if receiver > self.group.rank else 0
         return rest[part.rows.start - before : part.rows.stop - before]
 
     def _average_at_once(

@@ -144,7 +144,8 @@ def two_axes_of_launcher(ranks: Ranks, device: torch.device, *, is_asked: bool =
         return ranks
     if not is_even or world_size % local:
         wanted = "as many ranks on every host, host after host, for a wire that knows hosts"
-        got = f"{ranks.everyone.gather(place)}, (local rank, ranks of its host) by rank"
+        places = ranks.everyone.gather(place)
+        got = f"{places}, (local rank, ranks of its host) by rank"
         hint = "start equal numbers with torchrun --nproc-per-node, or pass mesh="
         raise ConfigError(wanted, got, hint=hint)
     if local == world_size:

@@ -194,9 +194,7 @@ class Composed:
         def begin() -> list[Waitable]:
             works: list[Waitable] = []
             for index in apart:
-                is_equal = cut.is_wide and index in cut.large
-                numels, own = () if is_equal else cut.pieces[index].lengths, cut.own_numels[index]
-                sent = partials[index], numels, own
+                sent = partials[index], cut.piece_numels(index), cut.own_numels[index]
                 parts.append(self._exchange_pieces(*sent, works, received))
             if packed.numel():
                 sent = packed, cut.chunks.numels, cut.chunk_numel
