@@ -21,7 +21,7 @@ from contest.case import Case
 from contest.results import RESULTS, write_block
 
 import onefold
-from onefold.planner.clock_executor import NARROW_CALLS, UNIT_CALLS
+from onefold.planner.clock_executor import UNIT_CALLS
 from onefold.planner.machines import Machine, known_machines, machine_of
 from onefold.planner.models.gpt import GPT
 from onefold.planner.result import Plan
@@ -149,7 +149,7 @@ def plan_lines() -> list[str]:
         found, made = measured_row(parts, part, what), plan_of_case(case, engine, "h200")
         assert made is not None
         operation, call = host_rates(parts, without=what)
-        own = UNIT_CALLS + NARROW_CALLS * (dtype == "bf16")
+        own = UNIT_CALLS
         then = replace(
             h200, operation_seconds=operation, call_seconds=call * CALLS_THEN[dtype == "bf16"] / own
         )

@@ -6,7 +6,7 @@ import sys
 from itertools import pairwise
 
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from onefold.layout.ranges import Ranges
@@ -30,6 +30,7 @@ def any_ranges(draw):
 
 
 @given(any_ranges())
+@example(Ranges.over(2, 3, (1, 0, 1))[::2])
 def test_a_range_by_number_is_that_of_the_list(ranges):
     listed = list(ranges)
     assert [ranges[number] for number in range(len(ranges))] == listed

@@ -261,9 +261,9 @@ class FlatStep:
         self, unit: Unit, members: list[list[UnitParameter]], rules: Sequence[Rule]
     ) -> list[list[FlatGroup]]:
         """Return the unit's flat groups, cut again if other parameters are stepped than before."""
-        shows_mean = unit.gradient.shows_mean
+        shows = unit.gradient.show_means
         key = [
-            [(id(p), shows_mean(p), self._reads and self._attributes(p)) for p in group]
+            (shows(group), group, self._reads and [*map(self._attributes, group)])
             for group in members
         ]
         known = self._cuts.get(unit)
@@ -366,7 +366,10 @@ def _by_unit(groups: list[list[UnitParameter]]) -> dict[Unit, list[list[UnitPara
     by_unit: dict[Unit, list[list[UnitParameter]]] = {}
     for index, group in enumerate(groups):
         for parameter in group:
-            by_unit.setdefault(parameter.unit, [[] for _ in groups])[index].append(parameter)
+            unit = parameter.find_unit() or parameter.unit
+            if unit not in by_unit:
+                by_unit[unit] = [[] for _ in groups]
+            by_unit[unit][index].append(parameter)
     return by_unit
 
 

@@ -42,7 +42,7 @@ from onefold.engine.rules import Rule, State, may_fuse, rule_of, same_entry, who
 from onefold.engine.swaps import watch_swaps
 from onefold.errors import StateError
 from onefold.layout.ledger import Account, Kind
-from onefold.unit.parameter import UnitParameter
+from onefold.unit.parameter import UnitParameter, with_gradient
 from onefold.unit.shortage import explain, explained
 from onefold.unit.unit import Unit
 
@@ -132,8 +132,10 @@ class OptimizerBinding:
         after.move_to_end(self._post.id, last=False)
 
     def parameter(self, tensor: Tensor) -> UnitParameter | None:
-        owners = (engine.by_sharded.get(id(tensor)) for engine in self.engines)
-        return next(filter(None, owners), None)
+        for engine in self.engines:
+            if (owner := engine.by_sharded.get(id(tensor))) is not None:
+                return owner
+        return None
 
     def kept_here(self, parameters: Sequence[UnitParameter]) -> list[UnitParameter]:
         """Return those of the optimizer's parameters whose state this rank keeps."""
@@ -210,7 +212,7 @@ class OptimizerBinding:
         foreign: list[list[Tensor]] = []
         for group in optimizer.param_groups:
             known = [(tensor, self.parameter(tensor)) for tensor in group["params"]]
-            groups.append([p for _, p in known if p and is_sound and _grad(p) is not None])
+            groups.append(with_gradient([p for _, p in known if p and is_sound]))
             foreign.append([tensor for tensor, p in known if p is None])  # of no engine
         if not any(groups):
             self._check_trains(optimizer)
@@ -282,7 +284,7 @@ class OptimizerBinding:
             for tensor in group["params"]:
                 parameter = self.parameter(tensor)
                 if parameter is not None:
-                    units.add(parameter.unit)
+                    units.add(parameter.find_unit() or parameter.unit)
                 entry = shown.get(parameter) if parameter else stepped.get(tensor)
                 if entry:
                     state[tensor] = entry
@@ -394,7 +396,8 @@ class OptimizerBinding:
         values = [value for entry in state.values() for value in entry.values()]
         known, self._counted = self._counted, values
         is_known = len(known) == len(values) and all(map(operator.is_, known, values))
-        if is_known and not any(isinstance(value, dict | list) for value in values):  # they grow
+        grows = any(issubclass(kind, dict | list) for kind in set(map(type, values)))
+        if is_known and not grows:
             return
         for engine in self.engines:
             self._state_bytes[engine].set(state_nbytes(state, engine))

@@ -7,6 +7,7 @@ memory. Both keep the hyper-parameters of the moment at which they were made.
 
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable
 from copy import copy
@@ -152,7 +153,7 @@ def same_entry(now: State | None, then: State) -> bool:
     return (
         now is not None
         and len(now) == len(then)
-        and all(now.get(key) is value for key, value in then.items())
+        and all(map(operator.is_, map(now.get, then), then.values()))
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from onefold.errors import StateError
-from onefold.layout.module_tree import ModuleTree
+from onefold.layout.module_tree import ModuleTree, parameter_keys
 from onefold.layout.units import owned_parameters
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.unit import Unit
@@ -51,19 +51,22 @@ def follow(engine: Followed) -> None:
     module = engine.module()
     if module is None or engine.is_unsharded:
         return
+    kept, shards = parameter_keys(module), engine.by_sharded
+    gone = [
+        parameter
+        for key, parameter in shards.items()
+        if key not in kept and parameter.places and not parameter.is_table
+    ]
+    if not gone and kept <= shards.keys():
+        return
     tree = ModuleTree.from_root(module)
     tensors = {fqn: tensor for fqn, tensor, *_ in tree.parameters()}
-    kept = {id(tensor) for tensor in tensors.values()}
-    added = [fqn for fqn, tensor in tensors.items() if id(tensor) not in engine.by_sharded]
-    known = [entry for entry in engine.by_sharded.items() if not entry[1].is_table]
-    gone = [parameter for key, parameter in known if key not in kept and parameter.places]
-    if not added and not gone:
-        return
+    added = [fqn for fqn, tensor in tensors.items() if id(tensor) not in shards]
     removed = "a module from which it was removed or replaced"
     replaced = [parameter.fqn for parameter in gone if _is_replaced(parameter)]
     if replaced:
         raise _changed(engine, replaced[0], removed)
-    if not any(is_frozen(parameter) for parameter in engine.by_sharded.values()):
+    if not any(is_frozen(parameter) for parameter in shards.values()):
         where, why = (added[0], "a parameter that it did not shard") if added else ("", removed)
         raise _changed(engine, where or gone[0].fqn, why)
     _compare_added(engine, [_described_parameter(fqn, tensors[fqn]) for fqn in added])

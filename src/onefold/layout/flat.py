@@ -25,6 +25,7 @@ class UnitBytes:
     unsharded: int  # gathered, or cast; 0 where weights compute from where they rest
     decoded: int  # numbers of quantized weights, while modules compute with them
     grad: int  # reduced
+    has_rows: bool  # the mean is a buffer of its own: partial gradients are copied, or sent, there
     partials: tuple[int, ...]  # per member; 0 where it needs no gradient
 
     @property
@@ -63,15 +64,16 @@ def unit_bytes(
     casts = any(member.itemsize != member.compute_itemsize for member in members)
     decoded = sum(member.decoded_nbytes for member in members)
     is_resident = not is_cut and not casts and recipe.rests_near and not decoded
+    leaves = offload.optimizer != "device" or not recipe.rests_near
+    is_across = recipe.device_type != "cpu" and leaves
+    has_rows = recipe.world_size > 1 or is_across or casts  # see unit/local_mean.py
     moments_numel = rest
     if offload.optimizer == "device" and recipe.rests_near:  # torch.optim allocates the moments
-        step = 1 if world == 1 else PIECE_NUMEL if is_cut else ALIGN_NUMEL
+        step = 1 if not has_rows else PIECE_NUMEL if is_cut else ALIGN_NUMEL
         pieces = zip(own if is_cut else numels, trained, strict=True)
         moments_numel = sum(round_up(n, step) for n, is_trained in pieces if is_trained)
     trained_numels = [n if is_trained else 0 for n, is_trained in zip(numels, trained, strict=True)]
-    leaves = offload.optimizer != "device" or not recipe.rests_near
-    is_across = recipe.device_type != "cpu" and leaves  # see unit/local_mean.py
-    grad_numel = rest if world > 1 or is_across else sum(trained_numels)  # else autograd's own
+    grad_numel = rest if has_rows else sum(trained_numels)  # else autograd's own
     computes = first.compute_itemsize
     return UnitBytes(
         numel=sum(numels),
@@ -83,6 +85,7 @@ def unit_bytes(
         unsharded=0 if is_resident else (full_numel + recipe.num_flags) * computes,
         decoded=decoded,
         grad=grad_numel * first.itemsize if any(trained) else 0,
+        has_rows=has_rows,
         partials=tuple(numel * computes for numel in trained_numels),
     )
 

@@ -19,6 +19,18 @@ def uncompiled(module: nn.Module) -> nn.Module:
     return module
 
 
+def parameter_keys(root: nn.Module) -> set[int]:
+    """Return the ids of all parameters in a module and the modules inside it: quick, no names."""
+    rest, seen, keys = [uncompiled(root)], set[int](), set[int]()
+    while rest:
+        module = rest.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            keys.update(map(id, module._parameters.values()))
+            rest += [part for part in module._modules.values() if part is not None]
+    return keys - {id(None)}
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ModuleTree:
     """A module and all modules inside it, each once, walked once: [(fqn, module)], root first.

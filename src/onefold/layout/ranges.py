@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, repeat
+from itertools import accumulate, pairwise, repeat
 from typing import NamedTuple, overload
 
 Range = tuple[int, int]
@@ -149,6 +149,8 @@ class Ranges(Sequence[Range]):
     @property
     def is_joined(self) -> bool:
         """True if each range begins where the one before ends."""
+        if self.prefix and self.which.step > 1:  # ranks between may have nothing
+            return all(end == begin for (_, end), (begin, _) in pairwise(self))
         return len(self.which) < 2 or not (self.is_alike or self.which.step > 1)
 
     @property

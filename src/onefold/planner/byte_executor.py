@@ -353,11 +353,15 @@ class ByteExecutor(ActionExecutor):
         self._counter.see()
 
     def _land(self, index: int) -> None:
-        partial = self._partial[index]
+        partial, unit = self._partial[index], self._units[index]
+        is_alone = self._recipe.world_size == 1
+        if is_alone and unit.has_rows:
+            self._make_grad(index)
+            self._counter.see()
         self._counter.add("partial_grad", -sum(partial.values()))
         partial.clear()
-        self.give(index, "first", self._units[index].messages.reduce.buffers)
-        if self._recipe.world_size == 1:
+        self.give(index, "first", unit.messages.reduce.buffers)
+        if is_alone and not unit.has_rows:
             self._make_grad(index)
 
     def _follow(self, index: int) -> None:

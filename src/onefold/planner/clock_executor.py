@@ -129,9 +129,9 @@ STEP_SHARE = 0.85
 """The share of the memory bandwidth that the optimizer's kernel over long tensors reaches."""
 HOST = "exposed_launches"
 """The part of a step that waits for the host's Python and launches."""
-UNIT_CALLS, NARROW_CALLS = 750, 140
-"""Onefold's own Python calls for a unit of a step, and more of them where weights are cast for
-compute; tests/planner/test_host_time.py counts them."""
+UNIT_CALLS = 465
+"""Onefold's own Python calls for a unit of a step, whose weights are cast for compute or not;
+tests/planner/test_host_time.py counts them."""
 GRADIENTS = (0, 1)
 """Each unit has two: one comes as its backward begins to compute, the other as it ends."""
 
@@ -204,7 +204,7 @@ def host_seconds(unit: UnitWork, run: Conditions, machine: Machine) -> tuple[flo
     calls of other libraries are not known.
     """
     casts = sum(member.compute_dtype != member.dtype for member in unit.members)
-    calls = 0 if run.uses_rings else UNIT_CALLS + NARROW_CALLS * (casts > 0)
+    calls = 0 if run.uses_rings else UNIT_CALLS
     again = run.recompute if unit.is_recomputed else 0.0
     forward = unit.forward.num_kernels
     backward = unit.backward.num_kernels + again * forward + 1

@@ -26,6 +26,7 @@ from onefold.layout.rows import split_at
 from onefold.layout.two_axes import NodeLayout
 from onefold.unit.buffer import Buffer
 from onefold.unit.context import Hops
+from onefold.unit.parameter import user_edits
 from onefold.unit.weights import UnitWeights
 from onefold.wire.digest import first_failure
 from onefold.wire.message_cut import MessageLayout
@@ -108,7 +109,7 @@ class UnitGather:
         if edits == self._gathered:
             return self._name
         self._gathered = edits
-        before, self._user_edits = self._user_edits, [p.user_edits for p in weights.parameters]
+        before, self._user_edits = self._user_edits, user_edits(weights.parameters)
         pairs = zip(weights.parameters, before, self._user_edits, strict=False)
         edited = next((p.fqn for p, old, new in pairs if old != new), "")
         return f"{self._name}, where {edited!r} was edited," if edited else self._name

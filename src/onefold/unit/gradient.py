@@ -13,7 +13,7 @@ Messages say which parameters a rank used: one that no rank used keeps `grad is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from weakref import ref
 
@@ -80,16 +80,23 @@ class UnitGradient:
         self.phase = phase
 
     def shows_mean(self, parameter: UnitParameter) -> bool:
-        """True if `.grad` is over the parameter's rows of the flat mean, as it was shown.
+        """True if `.grad` is over the parameter's rows of the flat mean, as it was shown."""
+        return self.show_means([parameter]) == [True]
+
+    def show_means(self, parameters: Sequence[UnitParameter]) -> list[bool]:
+        """Whether each `.grad` is over the parameter's rows of the flat mean, as it was shown.
 
         A user may have assigned another gradient, or, to one that is a plain tensor, other data.
         """
-        grad, flat = parameter.sharded._grad, self._means.held
-        if flat is None or grad is not self.shown.get(parameter):
-            return False
-        if grad is None or type(grad) not in (Tensor, whole.WholeGrad):
-            return True
-        return grad.untyped_storage().data_ptr() == flat.tensor.untyped_storage().data_ptr()
+        flat, shown, plain = self._means.held, self.shown, (Tensor, whole.WholeGrad)
+        if flat is None:
+            return [False] * len(parameters)
+        start = flat.tensor.untyped_storage().data_ptr()
+        pairs = [(p.sharded._grad, shown.get(p)) for p in parameters]
+        return [
+            grad is then and (type(grad) not in plain or grad.untyped_storage().data_ptr() == start)
+            for grad, then in pairs
+        ]
 
     def check_there(self, parameter: UnitParameter) -> None:
         """Raise `StateError` if the parameter's gradient was used up by a step in backward."""
@@ -259,8 +266,10 @@ class UnitGradient:
         with torch._C.DisableTorchFunctionSubclass():
             self._stand_ins.take_back(self.shown)
             if self._has_rows:
-                used = [p for p in parameters if p.partial_grad is not None]
+                used = [p for p in parameters if p.unsharded.grad is not None]
                 self.show_all(take_rows(self.mean_rows(used), used, sources))
+                self._count_reduced(parameters)
+                return
             for parameter in parameters:
                 if (grad := parameter.partial_grad) is not None and grad.is_sparse:
                     parameter.set_partial_grad(grad := grad.to_dense())
@@ -280,7 +289,7 @@ class UnitGradient:
     def _count_local(self) -> None:  # of one rank alone: gradients stay autograd's own tensors
         if not self._has_rows:
             grads = {**self.held_back, **self._with_grad()}
-            self._local_account.set(sum(p.unwrap(g).nbytes for p, g in grads.items()))
+            self._local_account.set(sum([p.unwrap(g).nbytes for p, g in grads.items()]))
 
     def _finish_reduce(
         self, parameters: list[UnitParameter], used: list[bool], partials: list[Tensor],

@@ -1,10 +1,12 @@
 """The mean of one rank alone, in rows as several ranks have it.
 
-Where a step crosses a link to a device, a unit's gradient crosses in a few copies then, and not in
-some for each parameter.
+A gradient in the compute dtype is widened anyway: into rows, one copy and one flat group a unit
+take the place of some for each parameter. Where a step crosses a link to a device, rows cross it
+in few copies. Else the mean is the tensors that autograd has made.
 """
 
 from collections.abc import Sequence
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from onefold.unit.reduction import MeanRows
 def has_rows(spec: UnitSpec) -> bool:
     """True if the mean has rows of its own; else it is the tensors that autograd has made."""
     is_across = spec.steps_in_blocks and spec.context.store.device.type != "cpu"
-    return spec.context.exchanges or is_across
+    return spec.context.exchanges or is_across or spec.compute_dtype != spec.dtype
 
 
 def scaled(partial: Tensor, dtype: torch.dtype, sources: int) -> Tensor:
@@ -30,9 +32,14 @@ def take_rows(
     mean: MeanRows, parameters: Sequence[UnitParameter], sources: int
 ) -> Sequence[UnitParameter]:
     """Copy, or add, the partial gradients of parameters to their rows, and drop them."""
-    for parameter, row, is_fresh in zip(parameters, mean.rows, mean.fresh, strict=True):
-        partial = parameter.flat_partial()
-        partial = scaled(partial, row.dtype, sources) if sources > 1 else partial
-        row.copy_(partial) if is_fresh else row.add_(partial)
+    partials = [parameter.flat_partial() for parameter in parameters]
+    if sources > 1:
+        partials = [scaled(partial, mean.flat.dtype, sources) for partial in partials]
+    if fresh := [*compress(zip(mean.rows, partials, strict=True), mean.fresh)]:
+        torch._foreach_copy_(*map(list, zip(*fresh, strict=True)))
+    for row, partial, is_fresh in zip(mean.rows, partials, mean.fresh, strict=True):
+        if not is_fresh:
+            row.add_(partial)
+    for parameter in parameters:
         parameter.unsharded.grad = None
     return parameters

@@ -212,19 +212,6 @@ class UnitParameter(ShardedForm):
         if spec.compute_dtype != spec.dtype:
             self.sharded.grad_dtype = None  # a partial gradient shows in the compute dtype
 
-    def show_unsharded(self) -> None:
-        """Show the unsharded parameter, which has its form: values have just been gathered."""
-        sharded, unsharded = self.sharded, self.unsharded
-        wanted = sharded.requires_grad
-        if unsharded is not sharded:
-            for parameters, name in self.places:
-                parameters[name] = unsharded
-            for state, name in self._kernel_places:
-                state[name] = self._bare
-            self.version = unsharded._version
-        if wanted != unsharded.requires_grad or (wanted and not self._is_hooked):
-            self.follow_requires_grad()
-
     def plain(self, view: Tensor) -> nn.Parameter:
         """A parameter over `view` [all rows] as it was before `shard`."""
         shown = view if self.model is None else self.model.over(view)
@@ -304,12 +291,6 @@ class UnitParameter(ShardedForm):
 
     # edits
 
-    @property
-    def user_edits(self) -> int:
-        """How often users changed the sharded parameter, also by way of its `.data`."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.sharded._version + (0 if self._data is None else self._data._version)
-
     def note_unsharded_data(self) -> None:
         """`.data` of the unsharded parameter was read: compare values at the next reshard."""
         if self.unsharded._version == self.version and not self.spec.is_resident:
@@ -375,6 +356,50 @@ class UnitParameter(ShardedForm):
                 dtensors.introduce(self._data, ref(self))
                 self.unit.edits.watch_data(self._data)
             return self._data
+
+
+# A step does these for each parameter of each unit, so that a call for each would be felt.
+
+
+def show_all_unsharded(parameters: Iterable[UnitParameter]) -> None:
+    """Show unsharded parameters, which have their form: values have just been gathered.
+
+    Callers disable torch functions.
+    """
+    for parameter in parameters:
+        sharded, unsharded = parameter.sharded, parameter.unsharded
+        wanted = sharded.requires_grad
+        if unsharded is not sharded:
+            for places, name in parameter.places:
+                places[name] = unsharded
+            for state, name in parameter._kernel_places:
+                state[name] = parameter._bare
+            parameter.version = unsharded._version
+        if wanted != unsharded.requires_grad or (wanted and not parameter._is_hooked):
+            parameter.follow_requires_grad()
+
+
+def show_all_sharded(parameters: Iterable[UnitParameter]) -> None:
+    """Show sharded parameters."""
+    for parameter in parameters:
+        if parameter._kernel_places:
+            parameter.show(parameter.sharded)
+        for places, name in parameter.places:
+            places[name] = parameter.sharded
+
+
+def user_edits(parameters: Iterable[UnitParameter]) -> list[int]:
+    """How often users changed each sharded parameter, also by way of its `.data`."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [
+            p.sharded._version + (0 if p._data is None else p._data._version) for p in parameters
+        ]
+
+
+def with_gradient(parameters: Iterable[UnitParameter]) -> list[UnitParameter]:
+    """Return those whose sharded parameter shows a gradient."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [p for p in parameters if p.sharded._grad is not None]
 
 
 def take_form(

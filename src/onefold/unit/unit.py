@@ -39,7 +39,12 @@ from onefold.unit.gather import UnitGather, gather_of
 from onefold.unit.gradient import UnitGradient
 from onefold.unit.init import Values, rows_in_files
 from onefold.unit.packed_parameter import class_of
-from onefold.unit.parameter import UnitParameter, take_form
+from onefold.unit.parameter import (
+    UnitParameter,
+    show_all_sharded,
+    show_all_unsharded,
+    take_form,
+)
 from onefold.unit.quantized_bytes import plain_bytes
 from onefold.unit.tiles import TiledWeight
 from onefold.unit.weights import UnitWeights
@@ -211,8 +216,7 @@ class Unit(UnitWeights):
         with torch._C.DisableTorchFunctionSubclass():
             for forms, unsharded in self._forms.items():
                 take_form(forms.shown, unsharded, forms.library)
-            for parameter in self.parameters:
-                parameter.show_unsharded()
+            show_all_unsharded(self.parameters)
         self.state = UnitState.UNSHARDED
 
     def _await_gather(self) -> None:
@@ -237,8 +241,7 @@ class Unit(UnitWeights):
 
     def end_edits(self) -> None:
         """Show sharded parameters again."""
-        for parameter in self.parameters:
-            parameter.show(parameter.sharded)
+        show_all_sharded(self.parameters)
         self.state = UnitState.RESTING
 
     def reshard(self, *, release: bool, keeps_bytes: bool = False) -> None:
@@ -248,8 +251,7 @@ class Unit(UnitWeights):
         """
         if self.state is UnitState.UNSHARDED:
             self._keep_edits()
-            for parameter in self.parameters:
-                parameter.show(parameter.sharded)
+            show_all_sharded(self.parameters)
             for weight in self.multiplied:
                 weight.release()
             self.state = UnitState.RESTING
@@ -293,7 +295,7 @@ class Unit(UnitWeights):
         if self.gradient.shown or self.context.world_size > 1:
             return bool(self.gradient.shown)
         with torch._C.DisableTorchFunctionSubclass():  # of one rank they may be autograd's own
-            return any(parameter.sharded._grad is not None for parameter in self.parameters)
+            return any([parameter.sharded._grad is not None for parameter in self.parameters])
 
     def replaced(self) -> None:
         """Weights were read anew on every rank, into the master where there is one."""
@@ -313,6 +315,10 @@ class Unit(UnitWeights):
                         if isinstance(found, Tensor) and not isinstance(found, nn.Parameter):
                             raise refusals.COMPUTED(parameter.fqn, where=self.context.where)
                         raise parameter.touched("another tensor in its place")
+                if not parameter.is_dtensor:
+                    if sharded.data_ptr() != local.data_ptr() or sharded.shape != local.shape:
+                        parameter.check_own()
+                    continue
                 shown = getattr(sharded, "_local_tensor", None)
                 if shown is not local and plain_bytes(shown) is not local:
                     parameter.check_own()
