@@ -94,7 +94,12 @@ class UnitGradient:
         start = flat.tensor.untyped_storage().data_ptr()
         pairs = [(p.sharded._grad, shown.get(p)) for p in parameters]
         return [
-            grad is then and (type(grad) not in plain or grad.untyped_storage().data_ptr() == start)
+            grad is then
+            and (
+                grad is None
+                or type(grad) not in plain
+                or grad.untyped_storage().data_ptr() == start
+            )
             for grad, then in pairs
         ]
 

@@ -35,8 +35,9 @@ def take_rows(
     partials = [parameter.flat_partial() for parameter in parameters]
     if sources > 1:
         partials = [scaled(partial, mean.flat.dtype, sources) for partial in partials]
-    if fresh := [*compress(zip(mean.rows, partials, strict=True), mean.fresh)]:
-        torch._foreach_copy_(*map(list, zip(*fresh, strict=True)))
+    if any(mean.fresh):
+        rows, fresh = ([*compress(tensors, mean.fresh)] for tensors in (mean.rows, partials))
+        torch._foreach_copy_(rows, fresh)
     for row, partial, is_fresh in zip(mean.rows, partials, mean.fresh, strict=True):
         if not is_fresh:
             row.add_(partial)
