@@ -69,7 +69,7 @@ class FlatGroup:
     def grad(self) -> Tensor:
         """Return the mean gradient [numel], in the dtype in which it was reduced."""
         reduced = self.unit.gradient.reduced
-        if reduced is not None and self.unit.gradient.shows_mean(self.parameters[0]):
+        if reduced is not None and all(self.unit.gradient.show_means(self.parameters[:1])):
             return self.part(reduced.tensor)
         (parameter,) = self.parameters  # a gradient that lies elsewhere makes a group of its own
         assert parameter.sharded.grad is not None, "a parameter without gradient is stepped"
@@ -286,11 +286,11 @@ class FlatStep:
 
     def _cut_states(self, unit: Unit, members: list[UnitParameter], rule: Rule) -> list[FlatGroup]:
         index = {parameter: i for i, parameter in enumerate(unit.parameters)}
-        shows = unit.gradient.shows_mean
+        shows = dict(zip(members, unit.gradient.show_means(members), strict=True))
         stretches: list[list[UnitParameter]] = []
         for parameter in sorted(members, key=index.__getitem__):
             last = stretches[-1][-1] if stretches else parameter
-            joins = index[last] + 1 == index[parameter] and shows(last) and shows(parameter)
+            joins = index[last] + 1 == index[parameter] and shows[last] and shows[parameter]
             joins = joins and self._signature(last) == self._signature(parameter)
             stretches[-1].append(parameter) if joins else stretches.append([parameter])
         return [self._make(unit, parameters, rule) for parameters in stretches]
@@ -312,7 +312,7 @@ class FlatStep:
         rank = unit.context.rest_rank
         first, last = (unit.parameters.index(p) for p in (parameters[0], parameters[-1]))
         start, stop = unit.rest.span(first, last, rank)
-        if not unit.gradient.shows_mean(parameters[0]):  # its gradient has no gap behind it
+        if not all(unit.gradient.show_means(parameters[:1])):  # its gradient has no gap behind it
             stop = start + parameters[0].local.numel()
         weight, stepped = unit.weight.tensor[start:stop], unit.stepped[start:stop]
         shown: Tensor = nn.Parameter(stepped)

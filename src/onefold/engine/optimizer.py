@@ -132,10 +132,8 @@ class OptimizerBinding:
         after.move_to_end(self._post.id, last=False)
 
     def parameter(self, tensor: Tensor) -> UnitParameter | None:
-        for engine in self.engines:
-            if (owner := engine.by_sharded.get(id(tensor))) is not None:
-                return owner
-        return None
+        owners = [engine.by_sharded.get(id(tensor)) for engine in self.engines]
+        return next(filter(None, owners), None)
 
     def kept_here(self, parameters: Sequence[UnitParameter]) -> list[UnitParameter]:
         """Return those of the optimizer's parameters whose state this rank keeps."""
@@ -284,8 +282,7 @@ class OptimizerBinding:
             for tensor in group["params"]:
                 parameter = self.parameter(tensor)
                 if parameter is not None:
-                    unit: Any = parameter.find_unit() or parameter.unit
-                    units.add(unit)
+                    units.add(parameter.unit)
                 entry = shown.get(parameter) if parameter else stepped.get(tensor)
                 if entry:
                     state[tensor] = entry
@@ -397,8 +394,7 @@ class OptimizerBinding:
         values = [value for entry in state.values() for value in entry.values()]
         known, self._counted = self._counted, values
         is_known = len(known) == len(values) and all(map(operator.is_, known, values))
-        grows = any(issubclass(kind, dict | list) for kind in set(map(type, values)))
-        if is_known and not grows:
+        if is_known and not any(issubclass(kind, dict | list) for kind in set(map(type, values))):
             return
         for engine in self.engines:
             self._state_bytes[engine].set(state_nbytes(state, engine))

@@ -79,29 +79,14 @@ class UnitGradient:
             raise self.phase.not_next(phase, self._spec)
         self.phase = phase
 
-    def shows_mean(self, parameter: UnitParameter) -> bool:
-        """True if `.grad` is over the parameter's rows of the flat mean, as it was shown."""
-        return self.show_means([parameter]) == [True]
-
     def show_means(self, parameters: Sequence[UnitParameter]) -> list[bool]:
         """Whether each `.grad` is over the parameter's rows of the flat mean, as it was shown.
 
         A user may have assigned another gradient, or, to one that is a plain tensor, other data.
         """
-        flat, shown, plain = self._means.held, self.shown, (Tensor, whole.WholeGrad)
-        if flat is None:
-            return [False] * len(parameters)
-        start = flat.tensor.untyped_storage().data_ptr()
-        pairs = [(p.sharded._grad, shown.get(p)) for p in parameters]
-        return [
-            grad is then
-            and (
-                grad is None
-                or type(grad) not in plain
-                or grad.untyped_storage().data_ptr() == start
-            )
-            for grad, then in pairs
-        ]
+        flat, shown = self._means.held, self.shown
+        start = None if flat is None else flat.tensor.untyped_storage().data_ptr()
+        return [whole.is_there(p.sharded._grad, shown.get(p), start) for p in parameters]
 
     def check_there(self, parameter: UnitParameter) -> None:
         """Raise `StateError` if the parameter's gradient was used up by a step in backward."""
@@ -401,7 +386,7 @@ class UnitGradient:
             grad, is_bare = parameter.sharded._grad, parameter.sharded is parameter.unsharded
             adds = grad is not None and not is_bare and not self._shows_nothing(parameter)
             fresh.append(not adds)
-            if adds and grad is not None and not self.shows_mean(parameter):
+            if adds and grad is not None and not all(self.show_means([parameter])):
                 self._rest_view(parameter).copy_(parameter.unwrap(grad))
                 self._give(parameter, self._rest_view(parameter))
         return MeanRows(flat, [rows[p.index] for p in parameters], fresh)

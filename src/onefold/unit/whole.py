@@ -82,6 +82,15 @@ def shown(grad: Tensor) -> Tensor:
     return grad
 
 
+def is_there(grad: Tensor | None, then: Tensor | None, start: int | None) -> bool:
+    """True if a gradient is that from `then`, in memory at `start`; a subclass has no other."""
+    if start is None or grad is not then:
+        return False
+    if grad is None or type(grad) not in (Tensor, WholeGrad):
+        return True
+    return grad.untyped_storage().data_ptr() == start
+
+
 def shown_partial(grad: Tensor, group: Group) -> Tensor:
     """Give this rank's part of a gradient the two methods; it stays the same object."""
     if group.world_size == 1 or type(grad) is not Tensor:
