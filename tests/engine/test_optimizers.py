@@ -542,3 +542,26 @@ def test_groups_of_other_parameters_on_one_rank_are_refused_by_name(rank):
     without = ("layers.1.weight",) if rank == 1 else ()
     with pytest.raises(ConfigError, match=r"group 0[^$]*'layers.1.weight' on rank 0 alone"):
         in_an_order_of_its_own(rank, ORDERED[0], 3, without=without)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_one_rank_that_casts_steps_one_tensor_a_unit_and_holds_what_was_predicted(precision):
+    class Counting(torch.optim.AdamW):
+        def step(self, closure=None):
+            if self is optimizer:  # `shard` tries copies
+                stepped.append(len(self.param_groups[0]["params"]))
+            return super().step(closure)
+
+    stepped = []
+    model = seeded(Model)
+    optimizer = Counting(model.parameters())
+    num_parameters = len(optimizer.param_groups[0]["params"])
+    onefold.shard(model, optimizer, stage=2, precision=precision)
+    for _ in range(3):
+        next_token_loss(model, token_batches(1)[0]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    report = onefold.report(model)
+    assert stepped == [len(report.units)] * 3 < [num_parameters] * 3
+    kinds = {kind: tiers["device"].peak for kind, tiers in report.memory.items()}
+    assert report.predicted == kinds | {"all": report.memory_peak}

@@ -9,7 +9,6 @@ when this changes.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -367,10 +366,7 @@ def _by_unit(groups: list[list[UnitParameter]]) -> dict[Unit, list[list[UnitPara
     by_unit: dict[Unit, list[list[UnitParameter]]] = {}
     for index, group in enumerate(groups):
         for parameter in group:
-            unit: Any = parameter.find_unit() or parameter.unit  # raises for one that is gone
-            if unit not in by_unit:
-                by_unit[unit] = [[] for _ in groups]
-            by_unit[unit][index].append(parameter)
+            by_unit.setdefault(parameter.unit, [[] for _ in groups])[index].append(parameter)
     return by_unit
 
 

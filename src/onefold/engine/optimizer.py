@@ -390,7 +390,7 @@ class OptimizerBinding:
             self._shown |= _copied({p.sharded: state for p, state in changed.items()})
 
     def _count_states(self, state: dict[Tensor, State]) -> None:
-        """Count the bytes of states, unless all of them are the tensors that were counted."""
+        """Count the bytes of states, unless all are those that were counted; dicts, lists grow."""
         values = [value for entry in state.values() for value in entry.values()]
         known, self._counted = self._counted, values
         is_known = len(known) == len(values) and all(map(operator.is_, known, values))

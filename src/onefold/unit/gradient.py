@@ -4,7 +4,7 @@ While backward runs, autograd adds this rank's gradient to `.grad` of the unshar
 is the partial gradient, which micro-batches share. A reduction sends it from there, without a copy.
 The result is `.grad` of the sharded parameter:
 
-    one rank            the partial gradient itself
+    one rank            the partial gradient itself; where weights are cast, rows as below
     optimizer sharded   own rows of the mean, a view of one flat shard buffer
     stage 0             all rows of the mean, a view of one flat buffer: reduced, then gathered
 

@@ -33,14 +33,14 @@ def take_rows(
 ) -> Sequence[UnitParameter]:
     """Copy, or add, the partial gradients of parameters to their rows, and drop them."""
     partials = [parameter.flat_partial() for parameter in parameters]
-    if sources > 1:
-        partials = [scaled(partial, mean.flat.dtype, sources) for partial in partials]
     if any(mean.fresh):
         rows, fresh = ([*compress(tensors, mean.fresh)] for tensors in (mean.rows, partials))
         torch._foreach_copy_(rows, fresh)
+        if sources > 1:
+            torch._foreach_mul_(rows, 1.0 / sources)
     for row, partial, is_fresh in zip(mean.rows, partials, mean.fresh, strict=True):
         if not is_fresh:
-            row.add_(partial)
+            row.add_(scaled(partial, row.dtype, sources))
     for parameter in parameters:
         parameter.unsharded.grad = None
     return parameters

@@ -384,8 +384,9 @@ def show_all_sharded(parameters: Iterable[UnitParameter]) -> None:
     for parameter in parameters:
         if parameter._kernel_places:
             parameter.show(parameter.sharded)
-        for places, name in parameter.places:
-            places[name] = parameter.sharded
+        else:
+            for places, name in parameter.places:
+                places[name] = parameter.sharded
 
 
 def user_edits(parameters: Iterable[UnitParameter]) -> list[int]:

@@ -315,7 +315,7 @@ class Unit(UnitWeights):
                         if isinstance(found, Tensor) and not isinstance(found, nn.Parameter):
                             raise refusals.COMPUTED(parameter.fqn, where=self.context.where)
                         raise parameter.touched("another tensor in its place")
-                if not parameter.is_dtensor:
+                if not parameter.is_dtensor:  # `check_own` asks the same: a call less each
                     if sharded.data_ptr() != local.data_ptr() or sharded.shape != local.shape:
                         parameter.check_own()
                     continue
