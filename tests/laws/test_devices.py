@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 import socket
 import warnings
+from collections import Counter
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,12 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup
 
 import onefold
 from onefold.layout.units import Owned
-from onefold.wire import devices, ranks
+from onefold.wire import collectives, devices, ranks
 from onefold.wire.collectives import Group
-from tests.support.ranks import every_rank, run_ranks
+from tests.support.ranks import every_rank, run_processes, run_ranks
 
 ALONE = Group(0, 1, None)
 
@@ -79,6 +83,60 @@ def test_two_ranks_on_one_device_is_an_error_on_both_that_names_local_rank(rank)
     assert f"cuda:0 on ranks 0 and 1, both on host {socket.gethostname()!r}" in str(caught.value)
     assert "LOCAL_RANK" in str(caught.value)
     assert "ONEFOLD_SHARE_DEVICES=1" in str(caught.value)
+
+
+def refusal(rank, device, how):
+    """What `check_devices` raises, "" if nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        if how == "store":  # as where the backend sends tensors of devices alone
+            patch.setattr(Group, "_lacks_cpu", True)
+        try:
+            devices.check_devices(device(rank), Group.from_handle(dist.group.WORLD))
+        except onefold.ConfigError as error:
+            return str(error).splitlines()[0]
+    return ""
+
+
+def shared_by_1_and_3(rank):
+    return torch.device("cuda", 1 if rank == 3 else rank)
+
+
+@pytest.mark.parametrize("how", ["threads", "store"])
+def test_every_rank_names_both_ranks_that_share_a_device(how):
+    run = run_ranks if how == "threads" else run_processes
+    run(4, named, how)
+
+
+def named(rank, how):
+    shared = f"cuda:1 on ranks 1 and 3, both on host {socket.gethostname()!r}"
+    assert shared in refusal(rank, shared_by_1_and_3, how)
+    assert refusal(rank, partial(torch.device, "cuda"), how) == ""
+
+
+def test_only_rank_0_reads_where_other_ranks_are(monkeypatch):
+    """Each rank reads as many texts in a large world as in a small one, in as many messages."""
+    read, begun = Counter(), Counter()
+    loads, start = pickle.loads, ProcessLocalGroup._start_coll
+
+    def counted(text):
+        read[dist.get_rank()] += 1
+        return loads(text)
+
+    def started(collective, pg):
+        begun[pg._rank] += 1
+        return start(collective, pg)
+
+    monkeypatch.setattr(collectives, "pickle", SimpleNamespace(loads=counted, dumps=pickle.dumps))
+    monkeypatch.setattr(ProcessLocalGroup, "_start_coll", staticmethod(started))
+    found = {}
+    for world_size in (3, 12):
+        read.clear()
+        begun.clear()
+        assert run_ranks(world_size, refusal, partial(torch.device, "cuda"), "threads")[0] == ""
+        assert read[0] <= world_size + 1
+        found[world_size] = {(read[rank], begun[rank]) for rank in range(1, world_size)}
+    assert found[3] == found[12]
+    assert len(found[3]) == 1
 
 
 @every_rank(2)

@@ -104,7 +104,9 @@ def own_device_index() -> int:
 def check_devices(device: torch.device, group: Group) -> None:
     """See that ranks do not share an accelerator, and that all compute on the same kind.
 
-    A collective. Raises `ConfigError` on every rank. Warns a lone rank that leaves devices idle.
+    A collective of five messages at most. Rank 0 alone reads where all ranks are, and tells the
+    others of two that share a device. Raises `ConfigError` on every rank. Warns a lone rank that
+    leaves devices idle.
     """
     if group.world_size == 1:
         if device.type != "cpu" and not dist.is_torchelastic_launched():
@@ -119,15 +121,21 @@ def check_devices(device: torch.device, group: Group) -> None:
         raise ConfigError("the same kind of device on every rank", got, hint=hint)
     if device.type == "cpu":
         return
+    places = group.gather_at_first((socket.gethostname(), str(device)))
+    if shared := group.take_first(None if _may_share() else _shared(places)):
+        hint = "use the device of LOCAL_RANK: "
+        hint += "torch.accelerator.set_device_index(int(os.environ['LOCAL_RANK'])); for a test "
+        hint += f"over gloo, {SHARE}=1 lets ranks share one"
+        raise ConfigError("each rank on a device of its own", shared, hint=hint)
+
+
+def _shared(places: Sequence[tuple[str, str]]) -> str | None:
+    """The first two ranks with one device, of the host and the device of each; None: no two."""
     holders: dict[tuple[str, str], int] = {}
-    for rank, (host, name) in enumerate(group.gather((socket.gethostname(), str(device)))):
-        other = holders.setdefault((host, name), rank)
-        if other != rank and not _may_share():
-            got = f"{name} on ranks {other} and {rank}, both on host {host!r}"
-            hint = "use the device of LOCAL_RANK: "
-            hint += "torch.accelerator.set_device_index(int(os.environ['LOCAL_RANK'])); for a test "
-            hint += f"over gloo, {SHARE}=1 lets ranks share one"
-            raise ConfigError("each rank on a device of its own", got, hint=hint)
+    for rank, (host, name) in enumerate(places):
+        if (other := holders.setdefault((host, name), rank)) != rank:
+            return f"{name} on ranks {other} and {rank}, both on host {host!r}"
+    return None
 
 
 def _may_share() -> bool:
