@@ -241,6 +241,12 @@ def test_each_check_of_the_doctor_says_ok_or_names_the_remedy(changes, link, lev
     assert sum(line.startswith("ok ") for line in lines) == len(found) - 1
 
 
+def test_the_doctor_says_what_a_communicator_takes_where_there_are_gpus():
+    values = {each.name: each.value for each in checks(HOST, LINK)}
+    assert values["communicators"].startswith("about 519 MiB of a GPU each between two ranks")
+    assert "communicators" not in {each.name for each in checks(replace(HOST, gpus=[]), LINK)}
+
+
 def test_tables_and_units_are_aligned():
     assert columns([["a", "1"], ["bc", "20"]], "<>") == ["a    1\nbc  20"]
     assert common_unit(9 * 2**20) == ("KiB", 1024)

@@ -178,13 +178,16 @@ def test_a_launched_world_is_bound_to_the_device_of_its_rank(monkeypatch):
 @pytest.mark.parametrize("splits", [False, True])
 def test_a_part_of_a_bound_world_does_not_wait_for_ranks_outside(splits, monkeypatch):
     """NCCL would split the world's communicator, in which all ranks take part."""
-    world = SimpleNamespace(
-        bound_device_id=torch.device("cuda", 0),
-        _get_backend=lambda device: SimpleNamespace(supports_splitting=splits),
-    )
+
+    class World:
+        bound_device_id = torch.device("cuda", 0)
+
+        def _get_backend(self, device):
+            return SimpleNamespace(supports_splitting=splits)
+
     made = []
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
-    monkeypatch.setattr(dist.distributed_c10d._world, "default_pg", world)
+    monkeypatch.setattr(dist.distributed_c10d._world, "default_pg", World())
     monkeypatch.setattr(dist, "new_group", lambda ranks, **options: made.append(options))
     Group.over([0, 2, 3])
     backend = "gloo" if splits else None

@@ -111,9 +111,11 @@ def join(
     if not firsts:
         return AxesOfCuts()
     everyone = set(data.global_ranks())
+    known = [] if data.handle is None else [data.handle]
     for mesh, first in firsts.items():
         grid = _grid(mesh, data)
         everyone |= set(grid.flatten().tolist())
+        known += mesh.get_all_groups()
         if grid.numel() != len(set(grid.flatten().tolist())):
             raise ConfigError(
                 f"a data axis whose ranks hold the same piece of parameter {first.fqn!r}, "
@@ -127,7 +129,7 @@ def join(
             joined[mesh] = DeviceMesh.from_group(
                 groups, device, mesh=_grid(mesh, shards), mesh_dim_names=(*names, "fsdp")
             )
-    return AxesOfCuts(joined, holders or Group.over(sorted(everyone)))
+    return AxesOfCuts(joined, holders or Group.over(sorted(everyone), known=known))
 
 
 def _grid(mesh: DeviceMesh, data: Group) -> torch.Tensor:

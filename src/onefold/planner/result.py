@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from onefold.fit.communicators import nbytes_of, words_of
 from onefold.planner.bf16_weights import BF16Weights
 from onefold.planner.models.gpt import PRESETS
 from onefold.planner.planned_axes import ModelAxes
@@ -220,7 +221,9 @@ class Plan:
             sizes |= {"nodes": recipe.world_size // near, "dp": near}
             sizes = {name: sizes[name] for name in ("pp", "nodes", "dp", "tp") if name in sizes}
         names = str(tuple(sizes)).replace("'", '"')
-        data = 'mesh["dp", "cp"]._flatten("data")' if "cp" in sizes else 'mesh["dp"]'
+        data = 'mesh["cp"]' if "cp" in sizes else 'mesh["dp"]'
+        if "cp" in sizes and sizes["dp"] > 1:
+            data = 'mesh["dp", "cp"]._flatten("data")'
         data = 'mesh["nodes", "dp"]' if recipe.has_axes else data
         shape = tuple(sizes.values())
         return f'init_device_mesh("{device}", {shape}, mesh_dim_names={names})', data
@@ -323,6 +326,10 @@ class Plan:
             yield "memory: of the tightest device at the peak, with activations"
         else:
             yield f"memory: of one device at the peak, with activations; it has {has}"
+        if sizes := self.taken.communicators:
+            free = -self.taken.missing.get("device", 0)
+            short = f"; only {format_bytes(free)} are free" if 0 <= free < nbytes_of(sizes) else ""
+            yield f"{words_of(sizes)} of device memory, not counted above{short}"
         if self.taken.step:
             yield f"step: seconds of one optimizer step, on {self.machine}, from data sheets"
         elif not self._is_on_cpu:

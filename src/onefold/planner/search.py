@@ -6,6 +6,7 @@ from typing import Any
 
 from onefold.config import stage_of
 from onefold.errors import ConfigError
+from onefold.fit.communicators import nbytes_of, planned_sizes
 from onefold.planner.composed import ComposedJob
 from onefold.planner.composition import Composition, compose
 from onefold.planner.costs import Conditions
@@ -144,6 +145,13 @@ class Row:
         }
 
     @property
+    def communicators(self) -> list[int]:
+        """The ranks of each communicator of a rank; CPU ranks have none."""
+        recipe = self.forecast.recipe
+        sizes = planned_sizes(recipe, self.composed.axes.sizes if self.composed else None)
+        return [] if recipe.device_type == "cpu" else sizes
+
+    @property
     def tokens_per_s(self) -> float:
         """Tokens per second of all ranks; 0 where no machine was named."""
         return self.step.tokens_per_s if self.step is not None else 0.0
@@ -159,6 +167,8 @@ class Row:
             "nbytes": self.needs,
             **room_facts(self.missing),
             "device_nbytes": self.groups,
+            "communicators": len(self.communicators),
+            "communicator_nbytes": nbytes_of(self.communicators),
             "at_peak": {"phase": self.forecast.peak.phase, "unit": self.forecast.peak.unit},
             "wire": self.wire.name,
             "lossy": self.wire.is_lossy,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from operator import methodcaller
 from typing import TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,9 @@ from onefold.wire.ticket import Ticket, Waitable
 from onefold.wire.watching import DeviceWatch
 
 T = TypeVar("T")
+
+_MADE = WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], object]]()
+"""By world: the groups that `Group.over` has made, by backend and ranks."""
 
 MESSAGE, VOTE = "a message to all ranks", "a vote of all ranks"
 NOT_BEGUN = "the process group is destroyed, or an earlier collective of it failed"
@@ -66,8 +70,14 @@ class Group:
         return Group(dist.get_rank(handle), dist.get_world_size(handle), handle)
 
     @staticmethod
-    def over(ranks: list[int], *, on_cpu: bool = False) -> Group:
-        """The group of these global ranks, this one among them. A collective over them.
+    def over(
+        ranks: list[int], *, on_cpu: bool = False, known: Sequence[dist.ProcessGroup] = ()
+    ) -> Group:
+        """The group of these global ranks, this one among them: one of `known`, or made once.
+
+        A collective over these ranks, who all know the same groups. NCCL connects a group at its
+        first message (torch 2.11 to 2.15), unless the world is bound to a device: see
+        `fit.communicators`.
 
         `on_cpu`: for tensors in CPU memory, which the backend of the world may not send.
         """
@@ -75,12 +85,14 @@ class Group:
         lacks_cpu = on_cpu and not _sends_cpu(world)
         if len(ranks) == dist.get_world_size() and not lacks_cpu:
             return Group.from_handle(world)
-        bound = world.bound_device_id
-        # then NCCL would split the world's communicator, and wait for ranks outside the group
-        splits = bound is not None and world._get_backend(bound).supports_splitting
-        backend = "gloo" if splits or lacks_cpu else None
-        with named(f"ranks {ranks} to begin a group"):
-            handle = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+        if same := [each for each in known if dist.get_process_group_ranks(each) == ranks]:
+            return Group.from_handle(same[0])
+        backend = "gloo" if splits_world() or lacks_cpu else None
+        made, key = _MADE.setdefault(world, {}), (backend, *ranks)
+        if key not in made:
+            with named(f"ranks {ranks} to begin a group"):
+                made[key] = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+        handle = made[key]
         return Group.from_handle(handle if isinstance(handle, dist.ProcessGroup) else None)
 
     def global_ranks(self) -> list[int]:
@@ -318,6 +330,13 @@ class Group:
             store.set(f"onefold/text/{number}/{self.rank}", text)  # type: ignore[arg-type]
             keys = [f"onefold/text/{number}/{rank}" for rank in wanted]
             return [*map(bytes, store.multi_get(keys))]
+
+
+def splits_world() -> bool:
+    """True if NCCL makes a group by splitting the world's communicator: all ranks take part."""
+    world = cast("dist.ProcessGroup", dist.group.WORLD)
+    bound = world.bound_device_id
+    return bound is not None and world._get_backend(bound).supports_splitting
 
 
 def _sends_cpu(handle: dist.ProcessGroup | None) -> bool:

@@ -10,6 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
+from typing import cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -19,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from onefold.errors import ConfigError, WireError
 from onefold.layout.two_axes import Axes
 from onefold.wire import launcher
-from onefold.wire.collectives import Group, named
+from onefold.wire.collectives import Group, named, splits_world
 from onefold.wire.devices import backends_for, take_own_device, variable_for
 from onefold.wire.interfaces import use_link_to_hosts
 from onefold.wire.lanes import Lanes, PhaseNow, absent
@@ -30,6 +32,9 @@ from onefold.wire.watching import DeviceBackend, DeviceWatch
 
 TIMEOUT = timedelta(minutes=5)
 """How long ranks wait for one another in a process group that Onefold starts."""
+
+_MESHES = WeakKeyDictionary[dist.ProcessGroup, DeviceMesh]()
+"""By world: its hosts, and the ranks of each, where NCCL splits the world's communicator."""
 
 MeshChoice = DeviceMesh | dist.ProcessGroup | None
 
@@ -150,8 +155,25 @@ def two_axes_of_launcher(ranks: Ranks, device: torch.device, *, is_asked: bool =
         raise ConfigError(wanted, got, hint=hint)
     if local == world_size:
         return ranks
-    hosts = resolve(init_device_mesh(device.type, (world_size // local, local)))
-    return replace(hosts, everyone=ranks.everyone, mesh=ranks.mesh, phase=ranks.phase)
+    if local == 1:
+        return replace(ranks, is_flat=True)
+    inside, between = _groups_of_hosts(world_size, local, device.type)
+    return replace(ranks, inside=inside, between=between)
+
+
+def _groups_of_hosts(world_size: int, local: int, kind: str) -> tuple[Group, Group]:
+    """This host's ranks, and those with its local rank on all hosts. A collective of the world.
+
+    They are made once. A rank joins two groups, whatever the number of hosts.
+    """
+    rank = dist.get_rank()
+    first = rank - rank % local
+    inside, between = [*range(first, first + local)], [*range(rank % local, world_size, local)]
+    if not splits_world():
+        return Group.over(inside), Group.over(between)
+    if (mesh := _MESHES.get(world := cast("dist.ProcessGroup", dist.group.WORLD))) is None:
+        mesh = _MESHES[world] = init_device_mesh(kind, (world_size // local, local))
+    return Group.from_handle(mesh.get_group(1)), Group.from_handle(mesh.get_group(0))
 
 
 def _group_of(

@@ -20,6 +20,7 @@ from onefold.app.tools.gpu_health import gpu_health, judged_gpus
 from onefold.compat import lacks
 from onefold.engine.adam_kernel import kernel
 from onefold.fit import rates
+from onefold.fit.communicators import OF_MORE, OF_TWO
 from onefold.fit.rates import Rate, in_rounds
 from onefold.text import counted, format_bytes, format_rate
 from onefold.tier import accelerator
@@ -146,6 +147,8 @@ def checks(machine: HostReport, link: dict[str, Any] | None) -> list[Check]:
         ("GPUs", ", ".join(f"{n} x {name}" for name, n in names.items()) or "none",
          WARN, not machine.gpus and has_driver,
          "nvidia-smi is there but torch sees no GPU: install a CUDA build of torch"),
+        ("communicators", f"about {format_bytes(OF_TWO)} of a GPU each between two ranks, "
+         f"{format_bytes(OF_MORE)} between more" * bool(machine.gpus), OK, False, ""),
     ]  # fmt: skip
     return [*_judged(facts), *machine.limits]
 

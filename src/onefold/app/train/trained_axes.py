@@ -27,7 +27,6 @@ from onefold.planner.models.loader import logits_of
 from onefold.wire.world import World
 
 AUTO = "auto"
-NAMES = ("pp", "dp", "cp", "tp")
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -96,11 +95,15 @@ class RunAxes:
         self._stage: Any = None
         if job.model_ranks > 1:
             self.num_data = world.world_size // job.model_ranks
-            lengths = (job.pp, self.num_data, job.cp, job.tp)
-            self.mesh = init_device_mesh(world.device.type, lengths, mesh_dim_names=NAMES)
+            sizes = {"pp": job.pp, "dp": self.num_data, "cp": job.cp, "tp": job.tp}
+            sizes = {name: size for name, size in sizes.items() if size > 1 or name == "dp"}
+            self.mesh = init_device_mesh(
+                world.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
+            )
             self.data_rank = self.mesh.get_local_rank("dp")
-            both = self.mesh["dp", "cp"]
-            self._data = both._flatten("data") if job.cp > 1 else self.mesh["dp"]
+            self._data = self.mesh["dp" if job.cp == 1 else "cp"]
+            if job.cp > 1 and self.num_data > 1:
+                self._data = self.mesh["dp", "cp"]._flatten("data")
 
     @property
     def data(self) -> DeviceMesh | None:
