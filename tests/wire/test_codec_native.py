@@ -92,6 +92,47 @@ def test_messages_and_what_they_decode_to_have_torchs_bits(
             assert torch.equal(a, b)
 
 
+@settings(max_examples=300)
+@given(
+    count=st.integers(1, 9), numel=st.integers(1, 700), gap=st.integers(0, 40),
+    word=st.sampled_from(WORDS), group=st.sampled_from([None, 32, 96]),
+    given_in=st.sampled_from([*DTYPES, torch.float16]),
+    wanted_in=st.sampled_from([*DTYPES, torch.float16]), block=st.sampled_from([1024, 1 << 17]),
+)  # fmt: skip
+def test_rows_that_lie_apart_have_the_messages_of_one_row_after_the_other(
+    compiled, count, numel, gap, word, group, given_in, wanted_in, block
+):
+    """And rows that are summed have the bits of adding one after the other."""
+    codec, generator = codec_of(word, group=group), torch.Generator().manual_seed(numel)
+    values = torch.randn(count, numel + gap, generator=generator).to(given_in)[:, :numel]
+    nbytes = codec.nbytes(numel)
+    stride = -(-(nbytes + gap) // 16) * 16
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(codecs, "CPU_BLOCK_NUMEL", block)
+        for kernel in (None, compiled[0]):
+            with_kernel(monkeypatch, kernel)
+            buffer = torch.full((count * stride,), 0xA5, dtype=torch.uint8)
+            messages = buffer.view(count, stride)[:, :nbytes]
+            codec.encode(values, messages)
+            assert (buffer.view(count, stride)[:, nbytes:] == 0xA5).all()
+            outs = torch.full((2, count, numel + gap), 0.1)
+            out, apart = (outs[0].to(wanted_in, copy=True) for _ in range(2))
+            summed, wanted = torch.full((2, numel), 0.1)
+            codec.decode(messages, out[:, :numel])
+            codec.add(messages, outs[1, :, :numel])
+            codec.add(messages, summed)
+            for row in range(count):
+                message = torch.empty(nbytes, dtype=torch.uint8)
+                codec.encode(values[row], message)
+                assert torch.equal(messages[row], message)
+                codec.decode(message, apart[row, :numel])
+                codec.add(message, outs[0, row, :numel])
+                codec.add(message, wanted)
+            assert torch.equal(out, apart)
+            assert torch.equal(bits(outs[0]), bits(outs[1]))
+            assert torch.equal(bits(summed), bits(wanted))
+
+
 @again_but("int8", "int4+h")
 @pytest.mark.parametrize("word", WORDS)
 def test_nothing_is_written_beside_message_and_values(compiled, word, monkeypatch):
@@ -176,9 +217,9 @@ def test_every_loop_refuses_a_message_that_does_not_fit_and_writes_nothing(compi
         for group, num_scales, num_bytes in sizes:
             scales = torch.zeros(num_scales, dtype=torch.bfloat16)
             payload = torch.zeros(num_bytes, dtype=torch.uint8)
-            parts = Parts(word, group, False, scales, payload)
+            parts = Parts(word, group, False, scales[None], payload[None])
             for call in (kernel.encode, lambda v, p, k=kernel: k.decode(p, v, adds=False)):
                 with pytest.raises(WireError, match=f"groups of {group}"):
-                    call(values, parts)
+                    call(values[None], parts)
             assert not payload.any()
             assert torch.equal(values, torch.ones(1000))

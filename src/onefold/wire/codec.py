@@ -77,7 +77,8 @@ class Codec:
     """How values travel: groups of elements share one bf16 scale. Equal codecs do the same.
 
     `message` is uint8 [nbytes(n)], contiguous, begun at a multiple of 16 bytes of a larger buffer,
-    on the device of the values. Each call raises `WireError` for other shapes, dtypes or devices.
+    on the device of the values. Rows of values [rows, n] have a message each, [rows, nbytes(n)];
+    rows of both may lie apart. Each call raises `WireError` for other shapes, dtypes or devices.
     """
 
     word: Word
@@ -105,10 +106,11 @@ class Codec:
 
         Infinities and NaN raise nothing: they decode to NaN.
         """
-        if values.dim() != 1 or not values.is_floating_point():
-            self._refuse_message("flat values of a floating dtype", values)
+        if not (0 < values.dim() == message.dim() < 3 and values.is_floating_point()):
+            self._refuse_message("flat values of a floating dtype, or rows of them", values)
         self._check_message(message, values)
-        values, (scales, payload) = values.detach().contiguous(), self._message_parts(message)
+        values, (scales, payload) = values.detach(), self._message_parts(message)
+        values = _as_rows(values if _is_packed(values) else values.contiguous())
         native = self._native(values)
         if native is not None:
             native.encode(values, Parts(self.word, self.group, self.is_rotated, scales, payload))
@@ -120,18 +122,19 @@ class Codec:
         self._decode(message, out.detach(), adds=False)
 
     def add(self, message: Tensor, out: Tensor) -> None:
-        """Add the decoded values to `out`, fp32 [n]."""
+        """Add the decoded values to `out`, fp32: to [n] all rows of a message, in their order."""
         self._decode(message, out.detach(), adds=True)
 
     def _decode(self, message: Tensor, out: Tensor, *, adds: bool) -> None:
         is_right = out.dtype == torch.float32 if adds else out.is_floating_point()
-        if out.dim() != 1 or not is_right or not out.is_contiguous():
+        if not (0 < out.dim() < 3 and is_right and _is_packed(out)):
             dtype = "torch.float32" if adds else "a floating dtype"
             self._refuse_message(f"a flat, contiguous tensor of {dtype} to decode to", out)
-        self._check_message(message, out)
-        scales, payload = self._message_parts(message)
+        self._check_message(message, out, is_sum=adds and out.dim() < message.dim())
+        (scales, payload), out = self._message_parts(message), _as_rows(out)
         native = self._native(out)
         if native is not None:
+            out = out.expand(len(payload), -1)
             parts = Parts(self.word, self.group, self.is_rotated, scales, payload)
             native.decode(parts, out, adds=adds)
         else:
@@ -146,18 +149,21 @@ class Codec:
         return (numel + 1) // 2 if self.word == "int4" else numel
 
     def _message_parts(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        """Scales, bf16 [groups], and payload, uint8.
+        """Scales, bf16 [rows, groups], and payload, uint8 [rows, bytes].
 
         Only the last group may be a short one, so the message's length gives their number.
         """
-        groups = -(-len(message) // self.nbytes(self.group))
-        return message[: 2 * groups].view(torch.bfloat16), message[2 * groups :]
+        groups = -(-message.shape[-1] // self.nbytes(self.group))
+        scales = message[..., : 2 * groups].view(torch.bfloat16)
+        return _as_rows(scales), _as_rows(message[..., 2 * groups :])
 
-    def _check_message(self, message: Tensor, values: Tensor) -> None:
-        nbytes = self.nbytes(values.numel())
-        is_bytes = message.dtype == torch.uint8 and message.is_contiguous()
-        if not is_bytes or message.shape != (nbytes,) or message.device != values.device:
-            wanted = f"a message of {nbytes} bytes, torch.uint8, for {values.numel()} elements"
+    def _check_message(self, message: Tensor, values: Tensor, *, is_sum: bool = False) -> None:
+        """`is_sum`: values of one row, messages of several."""
+        *rows, numel = values.shape
+        shape = (*message.shape[:1], self.nbytes(numel)) if is_sum else (*rows, self.nbytes(numel))
+        is_bytes = message.dtype == torch.uint8 and _is_packed(message)
+        if not is_bytes or message.shape != shape or message.device != values.device:
+            wanted = f"a message of {shape[-1]} bytes, torch.uint8, for {numel} elements"
             self._refuse_message(f"{wanted} on {values.device}", message)
 
     def _refuse_message(self, wanted: str, tensor: Tensor) -> None:
@@ -198,6 +204,29 @@ def encode_with_feedback(codec: Codec, values: Tensor, residual: Tensor, message
     residual.neg_().nan_to_num_(0.0, 0.0, 0.0)
 
 
+def add_rows(total: Tensor, rows: Tensor) -> None:
+    """Add `rows` [rows, n] to `total` [n], one after the other.
+
+    One call on the CPU: `index_add_` adds row by row there.
+    """
+    if total.is_cpu and rows.itemsize <= total.itemsize:
+        index = torch.zeros(len(rows), dtype=torch.int64)
+        total[None].index_add_(0, index, rows.to(total.dtype))
+    else:
+        for row in rows:
+            total.add_(row)
+
+
+def _as_rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() == 2 else tensor[None]
+
+
+def _is_packed(tensor: Tensor) -> bool:
+    """True if elements of a row lie side by side, and rows of bytes can be read as wider ones."""
+    is_even = tensor.dim() < 2 or tensor.dtype != torch.uint8 or tensor.stride(0) % 2 == 0
+    return is_even and (tensor.stride(-1) == 1 or tensor.shape[-1] < 2)
+
+
 # torch's way
 
 
@@ -210,7 +239,7 @@ class _Scratch:
         self.block = groups * codec.group
         self.wide, self.other = (torch.empty(self.block, device=device) for _ in range(2))
         self.third = torch.empty(self.block if codec.is_rotated else 0, device=device)
-        nibbles = self.block if codec.word == "int4" else 0
+        nibbles = 2 * self.block if codec.word == "int4" else 0  # rows of one element take two
         self.nibbles = torch.empty(nibbles, dtype=torch.int8, device=device)
 
     @property
@@ -221,44 +250,49 @@ class _Scratch:
 class _QuantizedBlock(NamedTuple):
     """Where the parts of a block lie, and how many elements its groups have."""
 
+    rows: slice
     elements: slice
     groups: slice
     payload: slice
     width: int
 
 
-def _codec_blocks(codec: Codec, numel: int, block: int) -> Iterator[_QuantizedBlock]:
-    """Yield all blocks; a short last group is a block of its own."""
-    whole = numel // codec.group * codec.group
-    for start in (*range(0, whole, block), *([whole] if whole < numel else [])):
-        stop = min(start + block, whole) if start < whole else numel
-        width = min(codec.group, stop - start)
-        first = start // codec.group
-        groups = slice(first, first + (stop - start) // width)
-        payload = slice(codec.payload_nbytes(start), codec.payload_nbytes(stop))
-        yield _QuantizedBlock(slice(start, stop), groups, payload, width)
+def _codec_blocks(codec: Codec, shape: torch.Size, block: int) -> Iterator[_QuantizedBlock]:
+    """Yield all blocks, of one row or of several; short last groups are a block of their own."""
+    count, numel = shape
+    whole, step = numel // codec.group * codec.group, max(1, block // max(1, numel))
+    for row in range(0, count, step):
+        rows = slice(row, min(row + step, count))
+        for start in (*range(0, whole, block), *([whole] if whole < numel else [])):
+            stop = min(start + block, whole) if start < whole else numel
+            width = min(codec.group, stop - start)
+            first = start // codec.group
+            groups = slice(first, first + (stop - start) // width)
+            payload = slice(codec.payload_nbytes(start), codec.payload_nbytes(stop))
+            yield _QuantizedBlock(rows, slice(start, stop), groups, payload, width)
 
 
 def _encode_blocks(codec: Codec, values: Tensor, scales: Tensor, payload: Tensor) -> None:
-    scratch = _Scratch(codec, len(values), values.device)
-    for elements, groups, bytes_, width in _codec_blocks(codec, len(values), scratch.block):
-        x = values[elements]
-        work = scratch.wide[: len(x)]
+    scratch = _Scratch(codec, values.numel(), values.device)
+    for rows, elements, groups, bytes_, width in _codec_blocks(codec, values.shape, scratch.block):
+        x, block_scales = values[rows, elements], scales[rows, groups]
+        work = scratch.wide[: x.numel()].view(x.shape)
         if codec.is_rotated or x.dtype != torch.float32:
             x = work.copy_(x)
         if codec.is_rotated:
             rotate(work, scratch.beside_wide)
-        inverse = _scale(codec, x.view(-1, width), scales[groups], scratch.other)
-        torch.mul(x.view(-1, width), inverse.unsqueeze(1), out=work.view(-1, width))
-        if x.device.type != "cpu" or not scales[groups].isfinite().all():
+        x, into = x.unflatten(1, (-1, width)), work.unflatten(1, (-1, width))
+        inverse = _scale(codec, x, block_scales, scratch.other)
+        torch.mul(x, inverse.unsqueeze(2), out=into)
+        if x.device.type != "cpu" or not block_scales.isfinite().all():
             # infinities and NaN times 0; on a device looking for them costs more
             work.nan_to_num_(0.0, 0.0, 0.0)
-        _pack(codec, work, payload[bytes_], scratch)
+        _pack(codec, work, payload[rows, bytes_], scratch)
 
 
 def _scale(codec: Codec, x: Tensor, scales: Tensor, room: Tensor) -> Tensor:
-    """Write the scales of x [groups, width]; return their reciprocals, fp32 [groups]."""
-    largest = torch.abs(x, out=room[: x.numel()].view_as(x)).amax(1)
+    """Write scales of x [rows, groups, width]; return their reciprocals, fp32 [rows, groups]."""
+    largest = torch.abs(x, out=room[: x.numel()].view(x.shape)).amax(2)
     is_bad = ~largest.isfinite()
     # divided by a tensor on the device: by a Python number, CUDA multiplies with its reciprocal
     largest.div_(largest.new_full((), LARGEST[codec.word])).clamp_(min=SMALLEST_SCALE)
@@ -267,29 +301,34 @@ def _scale(codec: Codec, x: Tensor, scales: Tensor, room: Tensor) -> Tensor:
 
 
 def _pack(codec: Codec, work: Tensor, payload: Tensor, scratch: _Scratch) -> None:
-    """Round `work` [n], in units of its scales, to the payload."""
+    """Round `work` [rows, n], in units of its scales, to the payload."""
     work.round_()
     if codec.word == "int8":
         payload.view(torch.int8).copy_(work)
         return
-    nibbles = scratch.nibbles[: 2 * len(payload)]
-    nibbles[-1:] = 0  # one more than there are elements if their number is odd
-    nibbles[: len(work)].copy_(work)
+    nibbles = scratch.nibbles[: 2 * payload.numel()].view(len(payload), -1)
+    nibbles[:, -1:] = 0  # one more than there are elements if their number is odd
+    nibbles[:, : work.shape[1]].copy_(work)
     pairs = nibbles.view(torch.int16)
     payload.copy_((pairs & 0x0F).bitwise_or_((pairs >> 4).bitwise_and_(0xF0)))
 
 
 def _decode(codec: Codec, scales: Tensor, payload: Tensor, out: Tensor, *, adds: bool) -> None:
-    scratch = _Scratch(codec, len(out), out.device)
+    """To `out` [rows, n]; to one row, all rows are added."""
+    shape = torch.Size((len(payload), out.shape[1]))
+    scratch, is_sum = _Scratch(codec, shape.numel(), out.device), len(payload) != len(out)
     is_direct = not (adds or codec.is_rotated) and out.dtype == torch.float32
-    for elements, groups, bytes_, width in _codec_blocks(codec, len(out), scratch.block):
-        into = out[elements]
-        work = into if is_direct else scratch.wide[: len(into)]
-        _unpack(codec, payload[bytes_], work, scratch)
-        work.view(-1, width).mul_(scales[groups].float().unsqueeze(1))
+    for rows, elements, groups, bytes_, width in _codec_blocks(codec, shape, scratch.block):
+        into, block_scales = out[0 if is_sum else rows, elements], scales[rows, groups]
+        block = (len(block_scales), into.shape[-1])
+        work = into if is_direct else scratch.wide[: math.prod(block)].view(block)
+        _unpack(codec, payload[rows, bytes_], work, scratch)
+        work.unflatten(1, (-1, width)).mul_(block_scales.float().unsqueeze(2))
         if codec.is_rotated:
             rotate_back(work, scratch.beside_wide)
-        if adds:
+        if is_sum:
+            add_rows(into, work)
+        elif adds:
             into.add_(work)
         elif not is_direct:
             into.copy_(work)
@@ -300,46 +339,46 @@ def _unpack(codec: Codec, payload: Tensor, work: Tensor, scratch: _Scratch) -> N
     if codec.word != "int4":
         work.copy_(payload.view(torch.int8))
         return
-    nibbles = scratch.nibbles[: 2 * len(payload)]
+    nibbles = scratch.nibbles[: 2 * payload.numel()].view(len(payload), -1)
     pairs = nibbles.view(torch.int16)
     pairs.copy_(payload)
     torch.bitwise_or(pairs & 0x0F, (pairs << 4).bitwise_and_(0x0F00), out=pairs)
     pairs.bitwise_xor_(0x0808)  # a nibble has its sign in bit 3: flipped and 8 less is itself
-    work.copy_(nibbles[: len(work)]).sub_(8.0)
+    work.copy_(nibbles[:, : work.shape[1]]).sub_(8.0)
 
 
 # the rotation
 
 
 def rotate(values: Tensor, rooms: tuple[Tensor, Tensor]) -> None:
-    """H/32 of each 32 of `values` [n] fp32, in place; `rooms` are two of at least n elements."""
-    whole = len(values) // WIDTH * WIDTH
-    values[:whole].mul_(1.0 / WIDTH)
-    values[whole:].mul_(1.0 / TAIL)
-    _transform(values[:whole], rooms)
+    """H/32 of each 32 of `values` [rows, n] fp32, in place; `rooms` are two as large at least."""
+    whole = values.shape[1] // WIDTH * WIDTH
+    values[:, :whole].mul_(1.0 / WIDTH)
+    values[:, whole:].mul_(1.0 / TAIL)
+    _transform(values[:, :whole], rooms)
 
 
 def rotate_back(values: Tensor, rooms: tuple[Tensor, Tensor]) -> None:
-    """H of each 32 of `values` [n] fp32, in place: what `rotate` came from, within rounding."""
-    whole = len(values) // WIDTH * WIDTH
-    values[whole:].mul_(TAIL)
-    _transform(values[:whole], rooms)
+    """H of each 32 of `values` [rows, n], in place: what `rotate` came from, within rounding."""
+    whole = values.shape[1] // WIDTH * WIDTH
+    values[:, whole:].mul_(TAIL)
+    _transform(values[:, :whole], rooms)
 
 
 def _transform(values: Tensor, rooms: tuple[Tensor, Tensor]) -> None:
     """Blocks side by side: a stage is then two passes over long rows, whatever its distance."""
-    numel = len(values)
+    numel = values.numel()
     if numel == 0:
         return
     now, other = (room[:numel] for room in rooms)
-    blocks = values.view(-1, WIDTH)
-    now.view(WIDTH, -1).copy_(blocks.t())
+    blocks = values.unflatten(1, (-1, WIDTH)).movedim(2, 0)  # [WIDTH, rows, blocks of a row]
+    now.view(blocks.shape).copy_(blocks)
     distance = 1
     while distance < WIDTH:
-        pairs = (-1, 2, distance * len(blocks))
+        pairs = (-1, 2, distance * (numel // WIDTH))
         (a, b), (low, high) = (room.view(pairs).unbind(1) for room in (now, other))
         torch.add(a, b, out=low)
         torch.sub(a, b, out=high)
         now, other = other, now
         distance *= 2
-    blocks.copy_(now.view(WIDTH, -1).t())
+    blocks.copy_(now.view(blocks.shape))

@@ -13,13 +13,13 @@ from onefold.wire.kernels.library import Kernel
 
 
 class Parts(NamedTuple):
-    """A message in CPU memory: how it is laid out, and its two parts."""
+    """Messages in CPU memory: how they are laid out, and their two parts, a row each."""
 
     word: str  # "int8" or "int4"
     group: int
     is_rotated: bool
-    scales: Tensor  # bf16 [groups]
-    payload: Tensor  # uint8
+    scales: Tensor  # bf16 [rows, groups]
+    payload: Tensor  # uint8 [rows, bytes]
 
 
 class _Message(ctypes.Structure):
@@ -38,6 +38,9 @@ class _Message(ctypes.Structure):
         ("num_scales", ctypes.c_int64),
         ("num_bytes", ctypes.c_int64),
         ("num_values", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("message_stride", ctypes.c_int64),
+        ("values_stride", ctypes.c_int64),
     ]
 
 
@@ -59,11 +62,11 @@ class CodecKernel(Kernel):
         return is_known and values.device.type == "cpu"
 
     def encode(self, values: Tensor, parts: Parts) -> None:
-        """Write scales and payload of `values` [n], contiguous."""
+        """Write scales and payload of `values` [rows, n], whose rows are contiguous."""
         self._call(self._encode, parts, values, adds=False)
 
     def decode(self, parts: Parts, out: Tensor, *, adds: bool) -> None:
-        """Overwrite `out` [n], contiguous, or add to it if it is fp32."""
+        """Overwrite `out` [rows, n], or add to it, row by row, if it is fp32."""
         self._call(self._decode, parts, out, adds=adds)
         if not out.is_inference():  # inference tensors count no versions
             increment_version(out)
@@ -71,19 +74,22 @@ class CodecKernel(Kernel):
     def _call(self, call: Any, parts: Parts, values: Tensor, *, adds: bool) -> None:
         tensors = (parts.scales, parts.payload, values)
         message = _Message(
-            len(values),
+            values.shape[1],
             parts.group,
             *(tensor.data_ptr() for tensor in tensors),
             parts.word == "int4",
             parts.is_rotated,
             values.dtype == torch.bfloat16,
             adds,
-            *(tensor.numel() for tensor in tensors),
+            *(tensor.shape[1] for tensor in tensors),
+            len(values),
+            parts.payload.stride(0),
+            values.stride(0) * values.itemsize,
         )
         if call(self._index, ctypes.addressof(message)):
-            sizes = f"{len(parts.scales)} scales and {len(parts.payload)} bytes"
+            sizes = f"{parts.scales.shape[1]} scales and {parts.payload.shape[1]} bytes"
             raise WireError(
-                f"the scales and payload of {len(values)} elements in groups of {parts.group}",
+                f"the scales and payload of {values.shape[1]} elements in groups of {parts.group}",
                 sizes, hint="ranks must send messages of the same codec and size",
             )  # fmt: skip
 

@@ -16,14 +16,18 @@
 
 enum { LANES = 4, QUADS = WIDTH / LANES }; /* compiling.py defines the others */
 
-/* One message and what it says: of fp32 or bf16 elements, decoded over them or added to them. */
+/*
+ * Messages of one length and what they say: of fp32 or bf16 elements, decoded over them or added to
+ * them, one after the other. Strides lead to the next one; values may have one of 0.
+ */
 struct message {
     int64_t numel, group; /* group: a multiple of WIDTH up to MAX_GROUP */
     uint16_t *scales;     /* [ceil(numel / group)] */
     uint8_t *payload;     /* [numel], or [ceil(numel / 2)] */
     void *values;         /* [numel] */
     int32_t is_int4, is_rotated, is_bf16, adds;
-    int64_t num_scales, num_bytes, num_values; /* how many there is room for */
+    int64_t num_scales, num_bytes, num_values; /* how many there is room for in each */
+    int64_t rows, message_stride, values_stride; /* of messages; in bytes */
 };
 
 /* Whether groups fit into the buffers of a loop, and the message into its own. */
@@ -270,13 +274,24 @@ const char *onefold_codec_name(int index)
     return index < find_kernels(found) ? found[index].name : NULL;
 }
 
-/* Both return 0, or 1 for a message that does not fit, of which nothing is written. */
+static void run_rows(kernel *run, const struct message *m)
+{
+    struct message row = *m;
+    for (int64_t i = 0; i < m->rows; i++) {
+        row.scales = (uint16_t *)((char *)m->scales + i * m->message_stride);
+        row.payload = m->payload + i * m->message_stride;
+        row.values = (char *)m->values + i * m->values_stride;
+        run(&row);
+    }
+}
+
+/* Both return 0, or 1 for messages that do not fit, of which nothing is written. */
 int onefold_codec_encode(int index, const struct message *message)
 {
     struct kernels found[3];
     bool is_good = index >= 0 && index < find_kernels(found) && fits(message);
     if (is_good)
-        found[index].encode(message);
+        run_rows(found[index].encode, message);
     return !is_good;
 }
 
@@ -285,6 +300,6 @@ int onefold_codec_decode(int index, const struct message *message)
     struct kernels found[3];
     bool is_good = index >= 0 && index < find_kernels(found) && fits(message);
     if (is_good)
-        found[index].decode(message);
+        run_rows(found[index].decode, message);
     return !is_good;
 }
