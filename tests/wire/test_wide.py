@@ -1,4 +1,7 @@
-"""Messages of many ranks: equal chunks, whose number of collectives and tables no rank adds to."""
+"""Messages of many ranks: equal chunks, whose number of collectives and tables no rank adds to.
+
+Quantized ones have the bits of few ranks' messages, padding is counted apart.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,20 @@ from hypothesis import strategies as st
 from torch import nn
 
 import onefold
+from onefold import Wire
 from onefold.layout import message_plan
 from onefold.layout.ledger import Ledger
 from onefold.layout.message_plan import MOST_PADDING, MessagePlan
-from onefold.layout.messages import flags_of
+from onefold.layout.messages import QuantizedMessages, flags_of
 from onefold.layout.ranges import Ranges
 from onefold.layout.rows import Layout, Slot
 from onefold.planner import message_counts
+from onefold.wire.codec import codec_of
 from onefold.wire.collectives import Group
 from onefold.wire.exchange import Exchange
 from onefold.wire.message_cut import MessageLayout
-from onefold.wire.transport import Composed, Reduction
+from onefold.wire.quantized import Quantized
+from onefold.wire.transport import Composed, Reduction, SendRows
 from tests.support.ranks import run_ranks, seeded
 
 SHAPES = [(), (1,), (0,), (3, 0), (5,), (7, 3), (2, 2, 2), (64, 9), (8, 700), (300, 299)]
@@ -125,6 +131,117 @@ def test_means_of_many_ranks_have_the_bits_of_those_of_few(shapes, world_size, d
         run_ranks(world_size, reduce, world_size, shapes, dtype, fresh)
 
 
+def both_cuts(slots, offsets, group, itemsize):
+    """The layout of a message as that of many ranks, and as that of few."""
+    wide = MessageLayout(slots, offsets, group, itemsize)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(message_plan, "FEW_RANKS", 16)
+        few = MessageLayout(slots, offsets, group, itemsize)
+    assert (wide.is_wide, few.is_wide) == (True, False)
+    return wide, few
+
+
+def quantized(rank, world_size, shapes, word, dtype):
+    """A gather, one of differences, and two reductions with feedback: of many ranks and of few."""
+    slots, offsets, layout = regions_of(shapes, world_size)
+    state = regions_of(shapes, world_size, has_flags=False)[0]
+    state = [*state, Slot("", (), 0, Ranges.alike(len(state), world_size))]
+    group, found, sent = Group.from_handle(dist.group.WORLD), [], []
+    cuts = both_cuts(slots, offsets, group, dtype.itemsize)
+    for cut, reduced in zip(cuts, both_cuts(state, None, group, dtype.itemsize), strict=True):
+        ledger, source = Ledger(), torch.Generator().manual_seed(rank)
+        transport = Quantized(Composed(Exchange(group, ledger)), codec_of(word, group=32))
+        full = torch.full((layout.full_numel + world_size,), 0.25, dtype=dtype)
+        own = []
+        for span in cut.spans:
+            full[slice(*span[rank])] = torch.randn(span.length(rank), generator=source).to(dtype)
+            own.append(torch.randn(span.length(rank), generator=source))
+        for has_base in (False, True):
+            rows = SendRows([None if i % 2 else one for i, one in enumerate(own)], has_base)
+            transport.gather(full, cut, "gather", rows).wait()
+            found.append(full.clone())
+        rests, out = {}, [torch.full((slot.pieces.length(rank),), 0.5) for slot in state]
+
+        def feedback(region, numel, rests=rests):
+            return rests.setdefault(region, torch.zeros(numel))
+
+        for fresh in (True, False):
+            partials = [torch.randn(s.pieces[-1][1], generator=source).to(dtype) for s in state]
+            reduction = Reduction(partials, reduced, out, [fresh] * len(out), "reduce", feedback)
+            transport.reduce_scatter(reduction).wait()
+        found += [*out, *(rests[region] for region in sorted(rests))]
+        traffic = {name: one.sent_nbytes for name, one in ledger.traffic.items()}
+        sent.append({name: nbytes for name, nbytes in traffic.items() if "padding" not in name})
+    half = len(found) // 2
+    for one, other in zip(found[:half], found[half:], strict=True):
+        assert torch.equal(one, other)
+    assert sent[0] == sent[1]
+
+
+@settings(max_examples=30)
+@given(
+    shape_lists, st.integers(2, 7), st.sampled_from(["int8", "int4", "int8+h", "int4+h"]),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+)  # fmt: skip
+def test_quantized_messages_of_many_ranks_have_the_bits_of_those_of_few(
+    shapes, world_size, word, dtype
+):
+    """Shapes with fewer rows than ranks, of one element and of none are among them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(message_plan, "FEW_RANKS", 1)
+        patch.setattr(message_plan, "PACK_NBYTES", 4096)
+        run_ranks(world_size, quantized, world_size, shapes, word, dtype)
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(st.lists(st.integers(1, 5000), max_size=3).map(tuple), min_size=1, max_size=4),
+    st.integers(17, 16_384), st.sampled_from(["int8", "int4"]), st.data(),
+)  # fmt: skip
+def test_of_quantized_messages_nothing_is_kept_that_is_as_long_as_the_world(
+    shapes, world_size, word, data
+):
+    """And the bytes that a rank sends are the closed form, with padding."""
+    rank, codec = data.draw(st.integers(0, world_size - 1)), codec_of(word)
+    slots, offsets, _ = regions_of(shapes, world_size)
+    plan = MessagePlan(slots, offsets, Ranks(world_size, rank), 4)
+    whole = 0
+    lengths = [[pieces.length(r) for r in range(world_size)] for pieces in plan.pieces]
+
+    def room(region, numel):
+        nbytes = codec.nbytes(numel) if plan.is_matrix[region] else 4 * numel
+        return -(-nbytes // 16) * 16
+
+    own = sum(room(i, of[rank]) for i, of in enumerate(lengths))
+    chunk = sum(room(i, max(of)) for i, of in enumerate(lengths) if i not in plan.counted)
+    counted = sum(room(i, lengths[i][rank]) for i in plan.counted)
+    whole = sum(room(i, n) for i, of in enumerate(lengths) for n in of)
+    apart = sum(room(i, n) for i in plan.counted for n in lengths[i])
+    for is_reduced, rows in ((False, plan.spans), (True, plan.pieces)):
+        messages = QuantizedMessages(plan, rows, codec.nbytes, 4, is_reduced=is_reduced)
+        assert messages.nbytes == chunk * world_size + apart
+        assert messages.gather_nbytes == own * (world_size - 1)
+        assert messages.gather_padding == (chunk + counted - own) * (world_size - 1)
+        assert messages.reduce_nbytes == whole - own
+        assert messages.reduce_padding == messages.nbytes - chunk - counted - (whole - own)
+        assert messages.received_nbytes == (chunk + counted) * world_size
+        seen = set()
+        for section in messages.sections:
+            found = [section.parts, section.own, section.others, section.sizes]
+            assert max(map(len, found)) <= 3 * len(slots)
+            seen |= {(part.region, r) for part in section.parts for r in part.ranks}
+            mine = {(part.region, r) for part in section.own for r in part.ranks}
+            others = {(part.region, r) for part in section.others for r in part.ranks}
+            both = {(part.region, r) for part in section.parts for r in part.ranks}
+            assert {r for _, r in mine} <= {rank}
+            assert mine | others == both
+        assert seen == {(i, r) for i, of in enumerate(lengths) for r, n in enumerate(of) if n}
+        for kept in (vars(messages), *map(vars, messages.sections)):
+            for name, value in kept.items():
+                if isinstance(value, list | tuple | dict):
+                    assert len(value) <= 3 * len(slots), name
+
+
 @settings(max_examples=300)
 @given(
     st.lists(st.lists(st.integers(1, 5000), max_size=3).map(tuple), min_size=1, max_size=4),
@@ -154,11 +271,11 @@ def test_sent_bytes_are_the_closed_form_with_padding_and_no_list_is_as_long_as_t
             assert len(value) <= max(3, len(slots)), name
 
 
-def trained(rank, stage, units, precision):
+def trained(rank, stage, units, precision, wire=None):
     """Weights, traffic and prediction after two steps of a model whose rows do not divide."""
     module = seeded(lambda: nn.Sequential(nn.Linear(67, 129), nn.LayerNorm(129), nn.Linear(129, 5)))
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
-    onefold.shard(module, optimizer, stage=stage, precision=precision,
+    onefold.shard(module, optimizer, stage=stage, precision=precision, wire=wire,
                   units=[module] if units == 1 else list(module))  # fmt: skip
     generator = torch.Generator().manual_seed(rank)
     for _ in range(2):
@@ -172,17 +289,25 @@ def trained(rank, stage, units, precision):
     return weights, sent, report
 
 
-@pytest.mark.parametrize("precision", [None, "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+WIRES = [
+    (stage, precision, None) for stage in (0, 1, 2, 3) for precision in (None, "bf16")
+] + [
+    (3, None, Wire(weights="int8", gradients="int4", feedback=True)),
+    (2, "bf16", Wire(weights="int8-diff", gradients="int8")),
+    (1, None, Wire(weights="int4+h", gradients="int4+h")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("stage", "precision", "wire"), WIRES)
 def test_a_run_has_the_bits_of_one_of_few_ranks_and_its_padding_is_counted_apart(
-    stage, precision, monkeypatch
+    stage, precision, wire, monkeypatch
 ):
     for world_size in (2, 3, 5):
-        few = run_ranks(world_size, trained, stage, 1, precision)
+        few = run_ranks(world_size, trained, stage, 1, precision, wire)
         with monkeypatch.context() as patch:
             patch.setattr(message_plan, "FEW_RANKS", 1)
             message_counts._messages_of.cache_clear()
-            many = run_ranks(world_size, trained, stage, 1, precision)
+            many = run_ranks(world_size, trained, stage, 1, precision, wire)
         message_counts._messages_of.cache_clear()
         for (weights, sent, _), (others, more, report) in zip(few, many, strict=True):
             assert all(map(torch.equal, weights, others))

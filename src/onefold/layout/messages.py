@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -184,64 +184,205 @@ def own_part_travels(world_size: int) -> bool:
 # quantized messages
 
 
+class Strided(NamedTuple):
+    """Where the pieces of some ranks lie: of one length, at equal distances."""
+
+    start: int
+    numel: int
+    stride: int
+
+    def after(self, count: int) -> Strided:
+        """The pieces behind the first ones."""
+        return Strided(self.start + count * self.stride, self.numel, self.stride)
+
+
 class Part(NamedTuple):
-    """One region's part of a message."""
+    """One region's pieces for some ranks, which a codec takes by one call."""
 
     region: int
     is_quantized: bool
-    place: slice  # in bytes of the message
-    rows: slice  # in elements of the full buffer, or of the region's flat partial
+    ranks: range
+    place: Strided  # in bytes of the messages of all ranks
+    rows: Strided  # in elements of the full buffer, or of the region's flat partial
+
+    def of(self, ranks: range) -> Part:
+        """The pieces of some of the ranks."""
+        passed = ranks.start - self.ranks.start
+        places = self.place.after(passed), self.rows.after(passed)
+        return Part(self.region, self.is_quantized, ranks, *places)
+
+
+@dataclass(frozen=True)
+class Section:
+    """The messages that one collective sends, one behind the other."""
+
+    rank: int
+    spans: Ranges  # of every rank's message, in bytes of the buffer that all sections share
+    own_nbytes: int  # of each message that this rank receives
+    num_whole: int  # messages from the first one on without padding
+    make_parts: Callable[[], list[Part]]
+    sizes: Sequence[int] = ()  # of every rank's message, where they differ
+    is_counted: bool = False  # they differ, and are too many for a list
+
+    @property
+    def numels(self) -> Sequence[int]:
+        """Bytes of each message; none where all are alike."""
+        return self.spans.lengths if self.is_counted else self.sizes
+
+    @cached_property
+    def parts(self) -> list[Part]:
+        """The pieces of all ranks."""
+        return self.make_parts()
+
+    @cached_property
+    def own(self) -> list[Part]:
+        """This rank's pieces."""
+        only = range(self.rank, self.rank + 1)
+        return [part.of(only) for part in self.parts if self.rank in part.ranks]
+
+    @cached_property
+    def others(self) -> list[Part]:
+        """The pieces of all other ranks: those before this rank, and those behind it."""
+        return [
+            part.of(ranks)
+            for part in self.parts
+            for ranks in (
+                range(part.ranks.start, min(part.ranks.stop, self.rank)),
+                range(max(part.ranks.start, self.rank + 1), part.ranks.stop),
+            )
+            if ranks
+        ]
 
 
 class QuantizedMessages:
-    """The messages of all ranks, one behind the other in one buffer: only matrices are quantized.
+    """The messages of all ranks in one buffer: only matrices are quantized.
 
+    few ranks, or shares    one section: | rank 0: a b | rank 1: a b | ... as long as they are; a
+                            reduction leaves out the own message
+    many ranks              one section of equal chunks, each piece in room for the longest, and one
+                            for each region that the plan counts: | a | a | ... as long as they are
+
+    Of many ranks nothing is kept but two pieces of each region: the longest and the shorter one.
     `rows`: spans by region and rank. `nbytes_of` is that of a codec; exact elements have
-    `itemsize` bytes. A reduction leaves out the own message.
+    `itemsize` bytes.
     """
 
     def __init__(
-        self, plan: MessagePlan, rows: Sequence[Sequence[Range]], nbytes_of: Callable[[int], int],
+        self, plan: MessagePlan, rows: Sequence[Ranges], nbytes_of: Callable[[int], int],
         itemsize: int, *, is_reduced: bool = False,
     ) -> None:  # fmt: skip
-        self._rows = rows
-        self._is_quantized = plan.is_matrix
-        lengths = [pieces.lengths for pieces in plan.pieces]
-        self._by_rank = [tuple([own[rank] for own in lengths]) for rank in range(plan.world_size)]
-        self._places = {  # most ranks have the same lengths
-            numels: self._placed(numels, nbytes_of, itemsize) for numels in set(self._by_rank)
+        self._plan, self._rows, self._itemsize, self._nbytes_of = plan, rows, itemsize, nbytes_of
+        self._all_nbytes, sections = self._wide() if plan.is_wide else self._few(is_reduced)
+        self.sections = [section for section in sections if section.spans.extent]
+        self.nbytes = max([section.spans[-1][1] for section in self.sections], default=0)
+        self._held = sum([section.spans.length(plan.rank) for section in self.sections])
+        self._own_nbytes = self._placed(range(len(rows)), plan.own_numels)[-1]
+
+    # bytes that this rank sends
+
+    @property
+    def gather_nbytes(self) -> int:
+        """Its own message, to all others."""
+        return self._own_nbytes * (self._plan.world_size - 1)
+
+    @property
+    def gather_padding(self) -> int:
+        """What is behind its own pieces, to all others."""
+        return (self._held - self._own_nbytes) * (self._plan.world_size - 1)
+
+    @property
+    def reduce_nbytes(self) -> int:
+        """The messages of all others."""
+        return self._all_nbytes - self._own_nbytes
+
+    @property
+    def reduce_padding(self) -> int:
+        """What is behind the pieces of all others."""
+        return self.nbytes - self._held - self.reduce_nbytes
+
+    @property
+    def received_nbytes(self) -> int:
+        """What a reduction receives; of many ranks, with a place for the own message."""
+        others = sum([section.own_nbytes for section in self.sections])
+        return others * (self._plan.world_size - 1) + self._held
+
+    # where pieces lie
+
+    def _nbytes(self, region: int, numel: int) -> int:
+        return self._nbytes_of(numel) if self._plan.is_matrix[region] else numel * self._itemsize
+
+    def _placed(self, regions: Iterable[int], numels: Iterable[int]) -> list[int]:
+        """Where the pieces of some regions begin in a message; then the end of the message."""
+        nbytes = map(self._nbytes, regions, numels)
+        return [*accumulate((round_up(one, ALIGN_NBYTES) for one in nbytes), initial=0)]
+
+    def _part(self, region: int, ranks: range, start: int, stride: int, rows: Strided) -> Part:
+        place = Strided(start, self._nbytes(region, rows.numel), stride)
+        return Part(region, self._plan.is_matrix[region], ranks, place, rows)
+
+    def _few(self, is_reduced: bool) -> tuple[int, list[Section]]:
+        """The bytes of all messages, and the one section of few ranks."""
+        plan, regions = self._plan, range(len(self._rows))
+        by_rank = [*zip(*plan.lengths, strict=True)] or [()] * plan.world_size
+        places = {  # most ranks have the same lengths
+            numels: self._placed(regions, numels) for numels in set(by_rank)
         }
-        self.numels = [self._places[numels][-1][1] for numels in self._by_rank]
-        self.own_nbytes = self.numels[plan.rank]
+        sizes = [places[numels][-1] for numels in by_rank]
+        own, nbytes = sizes[plan.rank], sum(sizes)
         if is_reduced:
-            self.numels[plan.rank] = 0
-        self.spans = Ranges.ending_at([*accumulate(self.numels, initial=0)])
-        self.nbytes = self.spans.extent
+            sizes[plan.rank] = 0
+        spans = Ranges.ending_at([*accumulate(sizes, initial=0)])
 
-    def _placed(
-        self, numels: Sequence[int], nbytes_of: Callable[[int], int], itemsize: int
-    ) -> list[Range]:
-        """Where each region lies in a message, in bytes; then the end of the message."""
-        places, end = list[Range](), 0
-        for numel, is_quantized in zip(numels, self._is_quantized, strict=True):
-            nbytes = nbytes_of(numel) if is_quantized else numel * itemsize
-            places.append((end, end + nbytes))
-            end = round_up(end + nbytes, ALIGN_NBYTES)
-        return [*places, (end, end)]
-
-    @cached_property
-    def parts(self) -> list[list[Part]]:
-        """By rank: a part for each region of which it has elements."""
-        return [
-            [
-                Part(
-                    region,
-                    self._is_quantized[region],
-                    slice(*place),
-                    slice(*self._rows[region][rank]),
+        def parts() -> list[Part]:
+            return [
+                self._part(
+                    region, range(rank, rank + 1), spans[rank][0] + places[numels][region], 0,
+                    Strided(self._rows[region][rank][0], numels[region], 0),
                 )
-                for region, place in enumerate(self._places[numels][:-1])
-                if place[0] < place[1]
-            ]
-            for rank, numels in enumerate(self._by_rank)
-        ]
+                for rank, numels in enumerate(by_rank)
+                for region in regions
+                if numels[region]
+            ]  # fmt: skip
+
+        return nbytes, [Section(plan.rank, spans, own, plan.world_size, parts, sizes)]
+
+    def _wide(self) -> tuple[int, list[Section]]:
+        """The same of many ranks."""
+        plan, ranks = self._plan, self._plan.world_size
+        shared = [index for index in range(len(self._rows)) if index not in plan.counted]
+        starts = self._placed(shared, [plan.longest[index] for index in shared])
+        stacks, chunk = [pieces.stack for pieces in plan.pieces], starts[-1]
+        whole = min([stacks[index].full for index in shared], default=ranks)
+
+        def parts() -> list[Part]:
+            pairs = zip(shared, starts, strict=False)
+            return [part for pair in pairs for part in self._stacked(*pair, chunk)]
+
+        sections = [Section(plan.rank, Ranges.over(chunk * ranks, ranks), chunk, whole, parts)]
+        end, nbytes = chunk * ranks, 0
+        for index, stack in enumerate(stacks):
+            long, short = (
+                self._placed([index], [n])[-1] for n in (plan.longest[index], stack.short)
+            )
+            extent = stack.full * long + short
+            nbytes += extent
+            if index in plan.counted:
+                spans = Ranges(extent, range(ranks), long, shift=end)
+                pieces = partial(self._stacked, index, end, long)
+                own = spans.length(plan.rank)
+                sections.append(Section(plan.rank, spans, own, ranks, pieces, is_counted=True))
+                end += extent
+        return nbytes, sections
+
+    def _stacked(self, region: int, start: int, stride: int) -> list[Part]:
+        """A region's pieces as long as the first, then the one that is shorter."""
+        spans = self._rows[region]
+        first, longest, step, full, short = spans.stack
+        parts = list[Part]()
+        if full and longest:
+            rows = Strided(first, longest, step)
+            parts.append(self._part(region, range(full), start, stride, rows))
+        if short:
+            rows, behind = Strided(spans[full][0], short, 0), start + full * stride
+            parts.append(self._part(region, range(full, full + 1), behind, 0, rows))
+        return parts

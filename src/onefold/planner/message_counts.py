@@ -233,7 +233,7 @@ def _gather(regions: Regions, group: _Group, word: str, itemsize: int) -> Planne
     owed = sum(compress(plan.own_numels, plan.is_matrix))
     starts_exact = word.endswith(DIFFERENCE)  # the first message: differences refer to it
     staged = max((messages.nbytes, *shared)) if starts_exact else messages.nbytes
-    return PlannedMessage(messages.own_nbytes * (group.world_size - 1), (staged,), owed)
+    return PlannedMessage(messages.gather_nbytes, (staged,), owed, messages.gather_padding)
 
 
 def _reduce(members: tuple[Member, ...], parts: Parts, group: _Group, word: str) -> PlannedMessage:
@@ -247,8 +247,8 @@ def _reduce(members: tuple[Member, ...], parts: Parts, group: _Group, word: str)
         messages = QuantizedMessages(plan, plan.pieces, nbytes_of, itemsize, is_reduced=True)
         matrices = compress(zip(plan.numels, plan.own_numels, strict=True), plan.is_matrix)
         owed = sum(numel - own for numel, own in matrices)
-        received = (ranks - 1) * messages.own_nbytes
-        return PlannedMessage(messages.nbytes, (messages.nbytes, received), owed)
+        buffers = messages.nbytes, messages.received_nbytes
+        return PlannedMessage(messages.reduce_nbytes, buffers, owed, messages.reduce_padding)
     shared = (plan.packed_numel,) if plan.medium else ()
     apart = (plan.own_numels[index] for index in (*plan.large, *plan.counted))
     own = [*apart, plan.chunk_numel]

@@ -34,7 +34,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 class MessageRow(NamedTuple):
-    """One part of a message: addresses in bytes, as the kernels read them."""
+    """One part of `count` messages: addresses and strides in bytes, as the kernels read them."""
 
     is_quantized: int
     numel: int
@@ -44,6 +44,10 @@ class MessageRow(NamedTuple):
     other: int = 0
     is_narrow: int = 0
     is_fresh: int = 0
+    count: int = 1
+    message_stride: int = 0
+    values_stride: int = 0
+    other_stride: int = 0
 
 
 def address(tensor: Tensor, start: int = 0) -> int:
@@ -70,8 +74,9 @@ class Kernels:
         def begin() -> bool:
             plan, programs = self._plan([row.numel for row in rows], constants, device)
             table = sent([number for row in rows for number in row], torch.int64, device)
-            kernel = getattr(self.module, name)
-            self.module.launch(kernel, programs, table, plan, *numbers, **constants)
+            kernel, most = getattr(self.module, name), max([row.count for row in rows], default=1)
+            grid = (programs, most)
+            self.module.launch(kernel, grid, table, plan, *numbers, **constants)
             return True
 
         return self.attempt(name, begin) is True
@@ -157,9 +162,11 @@ class FusedCodec:
 
     def average(
         self, rows: Sequence[MessageRow], device: torch.device, dtype: torch.dtype,
-        into: torch.dtype, numbers: tuple[int, int, int, float],
+        into: torch.dtype, numbers: tuple[int, int, int, int, float],
     ) -> bool:  # fmt: skip
-        """Sum the messages of `numbers`: ranks, this rank, bytes of a message, the scale."""
+        """Sum the messages of `numbers`: ranks, this rank, bytes of a message and of the own one,
+        and the scale.
+        """
         into_bf16 = into == torch.bfloat16
         return self._run_kernel("average", rows, device, dtype, numbers, into_bf16=into_bf16)
 
@@ -227,7 +234,7 @@ def adopt(weight: Tensor, master: Tensor) -> bool:
         programs = -(-weight.numel() // PROGRAM_NUMEL)
         flat, numel = weight.view(torch.uint16), weight.numel()
         kernel, launch = kernels.module.adopt, kernels.module.launch
-        launch(kernel, programs, flat, master, numel, block=PROGRAM_NUMEL)
+        launch(kernel, (programs, 1), flat, master, numel, block=PROGRAM_NUMEL)
         return True
 
     return kernels.attempt("adopt", begin) is True

@@ -1,11 +1,13 @@
 """Quantized messages and sums on a GPU, one launch for each: the bits of codec.c and of torch.
 
 A table in the device's memory has a row for each part of a message, so that one launch takes parts
-wherever they lie. `plan` has two numbers for each program: its part, and the first group there.
+wherever they lie. `plan` has two numbers for each program: its part, and the first group there. The
+second axis of a launch is that of ranks, whose pieces of a part are alike.
 
-    is_quantized, numel, scales, payload, values, other, is_narrow, is_fresh
+    is_quantized, numel, scales, payload, values, other, is_narrow, is_fresh, count,
+    message_stride, values_stride, other_stride
 
-Addresses are in bytes; 0: there is none. `is_narrow`: values are bf16, else fp32.
+Addresses and strides are in bytes; 0: there is none. `is_narrow`: values are bf16, else fp32.
 
 Numbers are rounded to bf16 by integers, as codec.c does: a cast may truncate in the interpreter
 that tests run. Divisions are `div_rn`, and callers pass `enable_fp_fusion=False`: each operation of
@@ -20,8 +22,9 @@ from typing import Any
 import triton
 import triton.language as tl
 
-_FIELDS = tl.constexpr(8)
+_FIELDS = tl.constexpr(12)
 _NUMEL, _SCALES, _PAYLOAD, _VALUES, _OTHER, _IS_NARROW, _IS_FRESH = map(tl.constexpr, range(1, 8))
+_COUNT, _MESSAGE_STRIDE, _VALUES_STRIDE, _OTHER_STRIDE = map(tl.constexpr, range(8, 12))
 _WIDTH = tl.constexpr(32)
 _NEAREST = tl.constexpr(12582912.0)  # 1.5 * 2^23: the last bit of its significand is 1
 _NAN_BITS = tl.constexpr(0x7FC0)
@@ -38,9 +41,15 @@ def _load(address, at, mask, is_bf16: tl.constexpr):
 
 
 @triton.jit
+def _address(row, field: tl.constexpr, stride: tl.constexpr):
+    """An address of the row, moved to the piece of this program's rank."""
+    return tl.load(row + field) + tl.program_id(1) * tl.load(row + stride)
+
+
+@triton.jit
 def _values(row, at, mask):
     """Own values, of the dtype that the row names."""
-    address = tl.load(row + _VALUES)
+    address = _address(row, _VALUES, _VALUES_STRIDE)
     if tl.load(row + _IS_NARROW) != 0:
         x = _load(address, at, mask, True)
     else:
@@ -86,14 +95,17 @@ def _transform(x, rows: tl.constexpr, block: tl.constexpr):
 
 @triton.jit
 def _places(table, plan, group: tl.constexpr, rows: tl.constexpr, block: tl.constexpr):
-    """A program's row of the table, its groups [rows, 1], columns and elements [rows, block]."""
+    """A program's row of the table and the elements of its piece, none where a part has fewer
+    pieces; its groups [rows, 1], columns and elements [rows, block].
+    """
     program = tl.program_id(0)
     row = table + tl.load(plan + 2 * program).to(tl.int64) * _FIELDS
     groups = tl.load(plan + 2 * program + 1).to(tl.int64) + tl.arange(0, rows)[:, None]
     columns = tl.arange(0, block)[None, :]
     at = groups * group + columns
-    mask = (columns < group) & (at < tl.load(row + _NUMEL))
-    return row, groups, columns, at, mask
+    numel = tl.where(tl.program_id(1) < tl.load(row + _COUNT), tl.load(row + _NUMEL), 0)
+    mask = (columns < group) & (at < numel)
+    return row, numel, groups, columns, at, mask
 
 
 @triton.jit
@@ -137,9 +149,10 @@ def encode(
     `other`: with `has_base` what to send differences to, in that dtype; else the residual (fp32),
     which is read and written.
     """
-    row, groups, columns, at, mask = _places(table, plan, group, rows, block)
-    numel, scales, payload = tl.load(row + _NUMEL), tl.load(row + _SCALES), tl.load(row + _PAYLOAD)
-    other, x = tl.load(row + _OTHER), _values(row, at, mask)
+    row, numel, groups, columns, at, mask = _places(table, plan, group, rows, block)
+    scales = _address(row, _SCALES, _MESSAGE_STRIDE)
+    payload = _address(row, _PAYLOAD, _MESSAGE_STRIDE)
+    other, x = _address(row, _OTHER, _OTHER_STRIDE), _values(row, at, mask)
     if tl.load(row) == 0:
         _store(payload, at, x, mask, is_bf16)
     else:
@@ -193,9 +206,10 @@ def decode(
     adds: tl.constexpr,
 ):  # fmt: skip
     """Write the numbers of messages over `values`, or add them."""
-    row, groups, columns, at, mask = _places(table, plan, group, rows, block)
-    numel, scales, payload = tl.load(row + _NUMEL), tl.load(row + _SCALES), tl.load(row + _PAYLOAD)
-    values = tl.load(row + _VALUES)
+    row, numel, groups, columns, at, mask = _places(table, plan, group, rows, block)
+    scales = _address(row, _SCALES, _MESSAGE_STRIDE)
+    payload = _address(row, _PAYLOAD, _MESSAGE_STRIDE)
+    values = _address(row, _VALUES, _VALUES_STRIDE)
     if tl.load(row) == 0:
         _store(values, at, _load(payload, at, mask, is_bf16), mask, is_bf16)
     else:
@@ -210,17 +224,18 @@ def decode(
 
 @triton.jit
 def average(
-    table, plan, num_ranks, rank, nbytes, scale, group: tl.constexpr, rows: tl.constexpr,
+    table, plan, num_ranks, rank, nbytes, skipped, scale, group: tl.constexpr, rows: tl.constexpr,
     block: tl.constexpr, is_int4: tl.constexpr, is_rotated: tl.constexpr, tail: tl.constexpr,
     is_bf16: tl.constexpr, into_bf16: tl.constexpr,
 ):  # fmt: skip
     """Sum the messages of all ranks in rank order; `other` gets the mean.
 
     `scales` and `payload` are those of the first message. Each message has `nbytes`; this rank's
-    part is in `values`, and there is no message for it.
+    part is in `values`, and its message, which has `skipped` bytes, is not read.
     """
-    row, groups, columns, at, mask = _places(table, plan, group, rows, block)
-    numel, scales, payload = tl.load(row + _NUMEL), tl.load(row + _SCALES), tl.load(row + _PAYLOAD)
+    row, numel, groups, columns, at, mask = _places(table, plan, group, rows, block)
+    scales = _address(row, _SCALES, _MESSAGE_STRIDE)
+    payload = _address(row, _PAYLOAD, _MESSAGE_STRIDE)
     other, is_quantized, own = tl.load(row + _OTHER), tl.load(row), _values(row, at, mask)
     if is_bf16:  # as if it had been sent
         narrow = (_rounded(own).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
@@ -230,6 +245,7 @@ def average(
     for sender in range(num_ranks):
         if sender == rank:
             total += own
+            passed += skipped
         elif is_quantized != 0:
             total += _decoded(
                 scales + passed, payload + passed, numel, groups, columns, at, mask, group, rows,
@@ -251,7 +267,7 @@ def mean(
     block: tl.constexpr, is_bf16: tl.constexpr, into_bf16: tl.constexpr,
 ):  # fmt: skip
     """Sum exact pieces in rank order: the first at `payload`, the next `scales` bytes on."""
-    row, _groups, _columns, at, mask = _places(table, plan, group, rows, block)
+    row, _numel, _groups, _columns, at, mask = _places(table, plan, group, rows, block)
     stride, first = tl.load(row + _SCALES), tl.load(row + _PAYLOAD)
     other = tl.load(row + _OTHER)
     total = _load(first, at, mask, is_bf16)
@@ -275,7 +291,7 @@ def adopt(weight, master, numel, block: tl.constexpr):
     tl.store(master + at, now, mask=mask & is_edited)
 
 
-def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
-    """Launch so many programs, on the current stream; nothing for none."""
-    if programs:
-        kernel[(programs,)](*arguments, **constants, enable_fp_fusion=False)
+def launch(kernel: Any, grid: tuple[int, int], *arguments: Any, **constants: Any) -> None:
+    """Launch a grid of programs, on the current stream; nothing for none."""
+    if grid[0]:
+        kernel[grid](*arguments, **constants, enable_fp_fusion=False)
