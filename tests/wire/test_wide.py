@@ -5,6 +5,8 @@ Quantized ones have the bits of few ranks' messages, padding is counted apart.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -193,6 +195,11 @@ def test_quantized_messages_of_many_ranks_have_the_bits_of_those_of_few(
         run_ranks(world_size, quantized, world_size, shapes, word, dtype)
 
 
+def found_in(section):
+    """The parts of all ranks, of this one and of the others."""
+    return section.parts, section.own, section.others
+
+
 @settings(max_examples=300)
 @given(
     st.lists(st.lists(st.integers(1, 5000), max_size=3).map(tuple), min_size=1, max_size=4),
@@ -205,18 +212,21 @@ def test_of_quantized_messages_nothing_is_kept_that_is_as_long_as_the_world(
     rank, codec = data.draw(st.integers(0, world_size - 1)), codec_of(word)
     slots, offsets, _ = regions_of(shapes, world_size)
     plan = MessagePlan(slots, offsets, Ranks(world_size, rank), 4)
-    whole = 0
-    lengths = [[pieces.length(r) for r in range(world_size)] for pieces in plan.pieces]
+    table = {pieces: Counter(pieces.lengths) for pieces in set(plan.pieces)}
+    lengths = [table[pieces] for pieces in plan.pieces]  # how many ranks have so many elements
+    mine = [pieces.length(rank) for pieces in plan.pieces]
 
     def room(region, numel):
         nbytes = codec.nbytes(numel) if plan.is_matrix[region] else 4 * numel
         return -(-nbytes // 16) * 16
 
-    own = sum(room(i, of[rank]) for i, of in enumerate(lengths))
+    rooms = [sum(room(i, n) * ranks for n, ranks in of.items()) for i, of in enumerate(lengths)]
+    own, whole = sum(map(room, range(len(slots)), mine)), sum(rooms)
     chunk = sum(room(i, max(of)) for i, of in enumerate(lengths) if i not in plan.counted)
-    counted = sum(room(i, lengths[i][rank]) for i in plan.counted)
-    whole = sum(room(i, n) for i, of in enumerate(lengths) for n in of)
-    apart = sum(room(i, n) for i in plan.counted for n in lengths[i])
+    counted, apart = (
+        sum(room(i, mine[i]) for i in plan.counted),
+        sum(rooms[i] for i in plan.counted),
+    )
     for is_reduced, rows in ((False, plan.spans), (True, plan.pieces)):
         messages = QuantizedMessages(plan, rows, codec.nbytes, 4, is_reduced=is_reduced)
         assert messages.nbytes == chunk * world_size + apart
@@ -225,17 +235,21 @@ def test_of_quantized_messages_nothing_is_kept_that_is_as_long_as_the_world(
         assert messages.reduce_nbytes == whole - own
         assert messages.reduce_padding == messages.nbytes - chunk - counted - (whole - own)
         assert messages.received_nbytes == (chunk + counted) * world_size
-        seen = set()
         for section in messages.sections:
-            found = [section.parts, section.own, section.others, section.sizes]
-            assert max(map(len, found)) <= 3 * len(slots)
-            seen |= {(part.region, r) for part in section.parts for r in part.ranks}
-            mine = {(part.region, r) for part in section.own for r in part.ranks}
-            others = {(part.region, r) for part in section.others for r in part.ranks}
-            both = {(part.region, r) for part in section.parts for r in part.ranks}
-            assert {r for _, r in mine} <= {rank}
-            assert mine | others == both
-        assert seen == {(i, r) for i, of in enumerate(lengths) for r, n in enumerate(of) if n}
+            assert max(map(len, [*found_in(section), section.sizes])) <= 3 * len(slots)
+        parts_of = [defaultdict(list) for _ in range(3)]
+        for section in messages.sections:
+            for by_region, parts in zip(parts_of, found_in(section), strict=True):
+                for part in parts:
+                    by_region[part.region].append(part.ranks)
+        for region, of in enumerate(lengths):
+            of_all, of_own, of_others = (by_region[region] for by_region in parts_of)
+            holders = world_size - of[0]
+            assert of_own == [range(rank, rank + 1)] * (rank < holders)
+            for ranges in (of_all, sorted([*of_own, *of_others], key=min)):
+                ends = [0, *(ranks.stop for ranks in ranges)]
+                assert [ranks.start for ranks in ranges] == ends[:-1]
+                assert ends[-1] == holders
         for kept in (vars(messages), *map(vars, messages.sections)):
             for name, value in kept.items():
                 if isinstance(value, list | tuple | dict):

@@ -34,7 +34,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 class MessageRow(NamedTuple):
-    """One part of `count` messages: addresses and strides in bytes, as the kernels read them."""
+    """One part of messages of `ranks`: addresses and strides in bytes, as the kernels read them."""
 
     is_quantized: int
     numel: int
@@ -44,7 +44,7 @@ class MessageRow(NamedTuple):
     other: int = 0
     is_narrow: int = 0
     is_fresh: int = 0
-    count: int = 1
+    ranks: int = 1
     message_stride: int = 0
     values_stride: int = 0
     other_stride: int = 0
@@ -74,7 +74,7 @@ class Kernels:
         def begin() -> bool:
             plan, programs = self._plan([row.numel for row in rows], constants, device)
             table = sent([number for row in rows for number in row], torch.int64, device)
-            kernel, most = getattr(self.module, name), max([row.count for row in rows], default=1)
+            kernel, most = getattr(self.module, name), max([row.ranks for row in rows], default=1)
             grid = (programs, most)
             self.module.launch(kernel, grid, table, plan, *numbers, **constants)
             return True

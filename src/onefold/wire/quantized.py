@@ -108,7 +108,7 @@ class Quantized:
         """A part whose messages are in a buffer, and the address of its first values."""
         return self._fused.row(
             part.rows.numel, address(buffer, part.place.start), is_quantized=part.is_quantized,
-            values=values, is_narrow=int(dtype == torch.bfloat16), count=len(part.ranks),
+            values=values, is_narrow=int(dtype == torch.bfloat16), ranks=len(part.ranks),
             message_stride=part.place.stride, values_stride=part.rows.stride * dtype.itemsize,
             **others,
         )  # fmt: skip

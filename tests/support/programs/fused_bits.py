@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from onefold.layout import message_plan
 from onefold.layout.ledger import Ledger
 from onefold.layout.ranges import Ranges
 from onefold.layout.rows import Layout, Slot
@@ -191,8 +192,15 @@ def transported(
     return [*found, *out, *(rests[region] for region in sorted(rests))]
 
 
-def check_transport(ranks: int, codec: Codec, dtype: torch.dtype, into: torch.dtype) -> None:
-    """With kernels and without them: the same bits on every rank."""
+def check_transport(
+    ranks: int, codec: Codec, dtype: torch.dtype, into: torch.dtype, *, few: int = 16
+) -> None:
+    """With kernels and without them: the same bits on every rank; `few`: more ranks are many."""
+    with mock.patch.object(message_plan, "FEW_RANKS", few):
+        compare_transports(ranks, codec, dtype, into)
+
+
+def compare_transports(ranks: int, codec: Codec, dtype: torch.dtype, into: torch.dtype) -> None:
     kernels = fused.kernels_for(DEVICE)
     assert kernels is not None
     launch, turn = kernels.module.launch, threading.Lock()
@@ -228,6 +236,8 @@ def main() -> None:
     check_transport(2, codecs[0], torch.float32, torch.float32)
     check_transport(3, codecs[3], torch.bfloat16, torch.float32)
     check_transport(3, codecs[0], torch.bfloat16, torch.bfloat16)
+    check_transport(3, codecs[0], torch.bfloat16, torch.float32, few=1)
+    check_transport(4, codecs[3], torch.float32, torch.float32, few=1)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ A table in the device's memory has a row for each part of a message, so that one
 wherever they lie. `plan` has two numbers for each program: its part, and the first group there. The
 second axis of a launch is that of ranks, whose pieces of a part are alike.
 
-    is_quantized, numel, scales, payload, values, other, is_narrow, is_fresh, count,
+    is_quantized, numel, scales, payload, values, other, is_narrow, is_fresh, ranks,
     message_stride, values_stride, other_stride
 
 Addresses and strides are in bytes; 0: there is none. `is_narrow`: values are bf16, else fp32.
@@ -24,7 +24,7 @@ import triton.language as tl
 
 _FIELDS = tl.constexpr(12)
 _NUMEL, _SCALES, _PAYLOAD, _VALUES, _OTHER, _IS_NARROW, _IS_FRESH = map(tl.constexpr, range(1, 8))
-_COUNT, _MESSAGE_STRIDE, _VALUES_STRIDE, _OTHER_STRIDE = map(tl.constexpr, range(8, 12))
+_RANKS, _MESSAGE_STRIDE, _VALUES_STRIDE, _OTHER_STRIDE = map(tl.constexpr, range(8, 12))
 _WIDTH = tl.constexpr(32)
 _NEAREST = tl.constexpr(12582912.0)  # 1.5 * 2^23: the last bit of its significand is 1
 _NAN_BITS = tl.constexpr(0x7FC0)
@@ -103,7 +103,7 @@ def _places(table, plan, group: tl.constexpr, rows: tl.constexpr, block: tl.cons
     groups = tl.load(plan + 2 * program + 1).to(tl.int64) + tl.arange(0, rows)[:, None]
     columns = tl.arange(0, block)[None, :]
     at = groups * group + columns
-    numel = tl.where(tl.program_id(1) < tl.load(row + _COUNT), tl.load(row + _NUMEL), 0)
+    numel = tl.where(tl.program_id(1) < tl.load(row + _RANKS), tl.load(row + _NUMEL), 0)
     mask = (columns < group) & (at < numel)
     return row, numel, groups, columns, at, mask
 
