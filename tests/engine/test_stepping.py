@@ -137,7 +137,7 @@ def test_a_device_without_room_for_slots_says_what_was_wanted_and_what_helps():
     with pytest.raises(
         TierError, match=r"bytes on cpu for blocks of states .*\n.*step=\"cpu\""
     ) as caught:
-        DeviceStep(CPU, Ledger()).reserve(1 << 60)
+        DeviceStep(CPU, Ledger()).reserve([1 << 60])
     assert f"{1 << 60:,}" in str(caught.value)
 
 

@@ -67,5 +67,4 @@ def test_a_module_trains_saves_and_loads_without_the_calls_of_linux(offload, tmp
         timeout=HANG_S, cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    verdict = "staging needed less" if offload == "disk" else "within 5 %"
-    assert verdict in done.stdout
+    assert "within 5 %" in done.stdout

@@ -39,6 +39,14 @@ def block_numel(device_type: str) -> int:
     return CPU_BLOCK_NUMEL if device_type == "cpu" else DEVICE_BLOCK_NUMEL
 
 
+def widens(weight: torch.dtype, device_type: str) -> bool:
+    """True if a step widens gradients of `weight`, narrower than its master, block by block.
+
+    The C kernel, where it was compiled here, reads them as they are.
+    """
+    return not (device_type == "cpu" and weight == torch.bfloat16 and kernel() is not None)
+
+
 def frozen(value: Any) -> Any:
     """Copy a hyper-parameter, so that a scheduler cannot change it before the step is over."""
     return value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)

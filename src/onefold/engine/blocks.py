@@ -11,7 +11,8 @@ Blocks are multiples of every kernel's vector width, so the bits are those of on
 See docs/adr/0009.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import product
@@ -26,9 +27,9 @@ from onefold.layout.observer import Observer, Stream, watched
 from onefold.layout.rows import round_up
 from onefold.tier import accelerator
 from onefold.tier.slots import Room
-from onefold.tier.step_device import DeviceStep, StepDevice
+from onefold.tier.step_device import DeviceStep, HostStep, StepDevice
 from onefold.tier.store import GRAIN_NUMEL, whole_pages
-from onefold.tier.workers import Task, one_thread
+from onefold.tier.workers import NUM_DISK_SLOTS, Task, one_thread
 from onefold.unit.buffer import Buffer
 from onefold.unit.unit import Unit
 
@@ -51,6 +52,15 @@ def block_numel(numel: int, *, is_queued: bool, num_threads: int = 1) -> int:
     most = max(BLOCK_NUMEL, min(LINK_BLOCK_NUMEL, -(-numel // num_threads)))
     num_blocks = -(-numel // most)
     return round_up(-(-numel // max(1, num_blocks)), GRAIN_NUMEL)
+
+
+def block_numels(numel: int, most: int) -> list[int]:
+    """Return the lengths of the blocks of `numel` elements: of equal ones, as many as matter.
+
+    No more than `NUM_DISK_SLOTS` are counted to have a slot at a time.
+    """
+    whole, rest = divmod(numel, most)
+    return [most] * min(whole, NUM_DISK_SLOTS) + [rest] * bool(rest)
 
 
 def _of_unit(unit: Unit) -> int:
@@ -306,12 +316,21 @@ class _StepBlock:
         return self._unit.context.ledger.observer
 
 
-def reserve_slots(unit: Unit) -> None:
-    """Allocate the slots that blocks of the unit will need, once its moments exist."""
-    device, numel = unit.context.tiers.step_device, min(_of_unit(unit), len(unit.weight.tensor))
-    buffers = [unit.weight, *unit.moments.values(), *([unit.master] if unit.master else [])]
-    staged = [buffer.tensor for buffer in buffers if _is_staged(buffer, device)]
-    device.reserve(sum(whole_pages(numel * tensor.itemsize) for tensor in staged))
+def reserve_slots(units: Iterable[Unit]) -> None:
+    """Allocate the slots that blocks of these units will need, once their moments exist."""
+    slots = defaultdict[StepDevice, list[int]](list)
+    for unit in units:
+        device = unit.context.tiers.step_device
+        buffers = [unit.weight, *unit.moments.values(), *([unit.master] if unit.master else [])]
+        if isinstance(device, DeviceStep) or any(buffer.far is not None for buffer in buffers):
+            staged = [buffer.tensor.itemsize for buffer in buffers if _is_staged(buffer, device)]
+            if isinstance(device, HostStep) and device.is_queued:
+                staged.append(unit.weight.tensor.itemsize)  # of gradients, on the accelerator
+            numels = block_numels(len(unit.weight.tensor), _of_unit(unit))
+            slots[device] += [sum(whole_pages(n * size) for size in staged) for n in numels]
+    for device, nbytes in slots.items():
+        if nbytes:
+            device.reserve(nbytes)
 
 
 def _is_staged(buffer: Buffer, device: StepDevice) -> bool:

@@ -101,16 +101,16 @@ class OptimizerBinding:
 
     def _reserve(self, optimizer: Optimizer) -> None:
         """Allocate offloaded states, and their slots, before the first step."""
-        if not self.is_flat:
-            return
-        for group in optimizer.param_groups:
+        stepped = dict[Unit, None]()
+        for group in optimizer.param_groups if self.is_flat else []:
             own = filter(None, map(self.parameter, group["params"]))
-            held = [p for p in own if p.unit.steps_in_blocks and p.sharded.requires_grad]
-            for dtype in {parameter.unit.stepped.dtype for parameter in held}:
-                wanted = moments_of_group(optimizer, group, dtype)
-                for unit in dict.fromkeys(p.unit for p in held if p.unit.stepped.dtype == dtype):
-                    unit.make_moments(wanted)
-                    reserve_slots(unit)
+            held = {p.unit: None for p in own if p.unit.steps_in_blocks and p.sharded.requires_grad}
+            dtypes = {unit.stepped.dtype for unit in held}
+            wanted = {dtype: moments_of_group(optimizer, group, dtype) for dtype in dtypes}
+            for unit in held:
+                unit.make_moments(wanted[unit.stepped.dtype])
+            stepped |= held
+        reserve_slots(stepped)
 
     def _predict(self, optimizer: Optimizer, engine: Engine) -> None:
         """Predict the bytes of an optimizer that was built after `shard`, by the largest unit."""

@@ -14,15 +14,13 @@ from onefold.planner.work import Event, EventKind
 from onefold.recipe import Recipe
 from onefold.tier.step_device import NUM_STREAMS
 from onefold.tier.store import whole_pages
-from onefold.tier.workers import NUM_DISK_STEPPERS, NUM_FETCHERS
+from onefold.tier.workers import NUM_DISK_SLOTS, NUM_FETCHERS
 from onefold.wire.exchange import SpareBuffers
 
 Holding = dict[tuple[str, str], int]
 """Bytes by (kind, tier); kinds are those of `onefold.layout.ledger.Kind`, and `logits`."""
 
 ACTIVATION, LOGITS = "activation", "logits"
-THREADS = NUM_DISK_STEPPERS + 1
-"""Threads that step blocks of states on disk: workers, and one that waits for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,26 +164,33 @@ class ByteExecutor(ActionExecutor):
             add("staging", self._streamed())
 
     def _staging(self) -> int:
-        """Slots of blocks, one a thread and one for the waiter; they also receive fetched rows.
+        """Slots of blocks on disk, which the engine takes at once; they receive fetched rows, too.
 
-        All may be as long as the longest: a short block takes a long slot where no other is free.
+        All are as long as the longest: a short block takes a long slot where no other is free.
         """
-        slots = [nbytes for unit in self._units for nbytes in self._slots(unit)]
-        rows = sorted(unit.weight for unit in self._units)[-NUM_FETCHERS:]
+        units = zip(self._units, self._is_far, strict=True)
+        slots = [nbytes for unit, is_away in units for nbytes in self._slots(unit, is_away)]
+        is_read = self._recipe.offload.parameters == "disk"
+        rows = sorted(unit.weight * is_read for unit in self._units)[-NUM_FETCHERS:]
         longest = max(slots, default=0)
-        number = min(THREADS, len(slots))
+        number = min(NUM_DISK_SLOTS, len(slots))
         return number * longest + sum(max(0, nbytes - longest) for nbytes in rows)
 
-    def _slots(self, unit: PlannedUnit) -> list[int]:
-        """Return the bytes of the slots in which blocks of a unit on disk are stepped."""
-        numel, moments = unit.rest_numel, self._recipe.num_moments
-        tensors = [unit.weight, unit.master, *[unit.moments // max(1, moments)] * moments]
-        whole, rest = divmod(numel, blocks.BLOCK_NUMEL)
-        numels = [blocks.BLOCK_NUMEL] * min(whole, THREADS) + [rest] * bool(rest)
+    def _slots(self, unit: PlannedUnit, is_away: bool) -> list[int]:
+        """Return the bytes of the slots in which blocks of a unit with files are stepped."""
+        recipe, numel = self._recipe, unit.rest_numel
+        weights, moments = recipe.offload.parameters, recipe.num_moments
+        states = recipe.offload.optimizer if is_away else "device"
+        if not (unit.grad and "disk" in (weights, states)):
+            return []
+        near = ("device", "cpu") if recipe.device_type == "cpu" else ("cpu",)  # stepped in place
+        held = [(weights, unit.weight), ("device", unit.grad)]
+        held += [(states, unit.master if is_away or unit.has_master else 0)]
+        held += [(states, unit.moments // max(1, moments))] * moments
+        staged = [nbytes for tier, nbytes in held if tier not in near]
         return [
-            sum(whole_pages(n * nbytes // numel) for nbytes in tensors)
-            for n in numels
-            if unit.states
+            sum(whole_pages(n * nbytes // numel) for nbytes in staged)
+            for n in blocks.block_numels(numel, blocks.BLOCK_NUMEL)
         ]
 
     def _streamed(self) -> int:
@@ -247,8 +252,12 @@ class ByteExecutor(ActionExecutor):
         counter.enter("step", "")
         counter.note_torch(0, 0)
         block = blocked_adam.block_numel(recipe.device_type)
-        widened = 4 * min(block, max(unit.rest_numel for unit in self._units))  # to fp32
-        counter.add("staging", widened if any(unit.master for unit in self._units) else 0)
+        widened = (  # to fp32
+            4 * min(block, unit.rest_numel)
+            for unit in self._units
+            if unit.has_master and blocked_adam.widens(unit.dtype, recipe.device_type)
+        )
+        counter.add("staging", max(widened, default=0))
         counter.see()
 
     def show(self, nbytes: int, shows_grads: bool) -> None:

@@ -16,6 +16,8 @@ from functools import lru_cache
 from itertools import compress
 from typing import NamedTuple
 
+import torch
+
 from onefold.layout.flat import UnitBytes, unit_bytes
 from onefold.layout.message_plan import MessagePlan
 from onefold.layout.messages import (
@@ -79,6 +81,7 @@ class PlannedUnit(UnitBytes):
     """One unit on one rank: bytes at rest, and messages."""
 
     name: str
+    dtype: torch.dtype  # of weights at rest
     second: int  # weights that rest for the node
     sums: int  # gradients that are summed inside the node
     feedback: int  # residuals of quantized gradients
@@ -98,6 +101,7 @@ def planned_unit(unit: UnitWork, recipe: Recipe, rank: int | None = None) -> Pla
     return PlannedUnit(
         **{item.name: getattr(held, item.name) for item in fields(held)},
         name=unit.name,
+        dtype=first.dtype,
         second=sent.second * first.compute_itemsize if recipe.keeps_weights else 0,
         sums=sent.sums * first.itemsize if is_trained else 0,
         feedback=4 * owed if recipe.wire.feedback else 0,

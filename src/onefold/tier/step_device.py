@@ -14,7 +14,7 @@ the gradient. The new weights then leave by the stream, and whoever waits for th
 them. See docs/adr/0014.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import Semaphore, local
 
@@ -24,6 +24,7 @@ from torch import Tensor
 from onefold.layout.ledger import Ledger
 from onefold.tier import accelerator
 from onefold.tier.slots import Room, SlotPool, device_room
+from onefold.tier.workers import NUM_DISK_SLOTS
 
 NUM_STREAMS = 3
 """Blocks on the device at a time. While one arrives, another is stepped, and a third leaves.
@@ -87,8 +88,13 @@ class HostStep(_Lane):
         """True if blocks of `tensor`, which rests in `tier`, are stepped in place."""
         return tensor.device.type == "cpu"
 
-    def reserve(self, nbytes: int) -> None:
-        """Do nothing: the system provides host memory as it is touched."""
+    def reserve(self, slots: Sequence[int]) -> None:
+        """Allocate slots for blocks on disk now, of these bytes at most: as many as are in use.
+
+        A short block takes a long slot where no other is free, so all are as long as the longest.
+        The system provides their memory as it is touched.
+        """
+        self._slots.reserve(min(NUM_DISK_SLOTS, len(slots)), max(slots))
 
     @contextmanager
     def lend(self, nbytes: int, *, fills_by_host: bool) -> Iterator[Room]:
@@ -129,9 +135,10 @@ class DeviceStep(_Lane):
     def is_at(self, tensor: Tensor, tier: str) -> bool:
         return tier == "device"
 
-    def reserve(self, nbytes: int) -> None:
-        """Allocate the blocks of `nbytes` now, so that no step fails for lack of memory."""
-        self._slots.reserve(NUM_STREAMS, nbytes)  # a block waits for what used this memory before
+    def reserve(self, slots: Sequence[int]) -> None:
+        """Allocate slots of these bytes at most now, so that no step fails for lack of memory."""
+        # a block waits for what used this memory before
+        self._slots.reserve(NUM_STREAMS, max(slots))
 
     @contextmanager
     def lend(self, nbytes: int, *, fills_by_host: bool) -> Iterator[Room]:

@@ -21,6 +21,9 @@ NUM_FETCHERS = 2
 NUM_DISK_STEPPERS = 4
 """Threads that step blocks of state on disk: most of them wait for the disk."""
 
+NUM_DISK_SLOTS = NUM_DISK_STEPPERS + 1
+"""Slots for blocks of state on disk: one a thread that steps, and one for a thread that waits."""
+
 
 class Task:
     """A function that runs once: on a worker, or on the first thread that waits for it."""
