@@ -1,7 +1,7 @@
 """Communicators of GPUs: how many a rank has, and the memory that they take.
 
 A communicator connects the ranks of a group whose tensors NCCL sends; a group of CPU tensors has
-none. torch (2.11 to 2.15) makes one when a group begins its first message. A world that is bound to
+none. torch 2.13 makes one when a group begins its first message. A world that is bound to
 a device, as `onefold train` starts it (`init_process_group(device_id=)`), makes its own at once,
 and `init_device_mesh` then splits it: one an axis, at once. Onefold has one group for each set of
 ranks, so it has one communicator.

@@ -76,7 +76,7 @@ class Group:
         """The group of these global ranks, this one among them: one of `known`, or made once.
 
         A collective over these ranks, who all know the same groups. NCCL connects a group at its
-        first message (torch 2.11 to 2.15), unless the world is bound to a device: see
+        first message (torch 2.13), unless the world is bound to a device: see
         `fit.communicators`.
 
         `on_cpu`: for tensors in CPU memory, which the backend of the world may not send.
