@@ -1,6 +1,7 @@
 """The script that a plan prints, run as printed: the ledger's peak against the planned one.
 
     python benchmarks/printed_plans.py               40 cases; writes results and table
+    python benchmarks/printed_plans.py --held-out    40 others, which no change was made for
     python benchmarks/printed_plans.py --only 7 12   some of them; prints them
     python benchmarks/printed_plans.py --folder DIR  goes on with the rows of a run before
 
@@ -17,7 +18,7 @@ import importlib
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import date
@@ -221,11 +222,11 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def chosen(numbers: list[int], keep: Path | None) -> Iterator[dict[str, Any]]:
-    """Run the cases of these numbers, or all; `keep`: a file that has, and receives, rows."""
+def chosen(numbers: Iterable[int], keep: Path | None) -> Iterator[dict[str, Any]]:
+    """Run the cases of these numbers; `keep`: a file that has, and receives, rows."""
     kept = keep.read_text().splitlines() if keep is not None and keep.exists() else []
     rows = {row["number"]: row for row in map(json.loads, kept)}
-    for number in numbers or range(NUM_CASES):
+    for number in numbers:
         row = rows.get(number)
         if row is None:
             row = {"number": number, **measured(drawn(number))}
@@ -241,18 +242,19 @@ def main() -> None:
     """Run, and write the results and the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", type=int, nargs="*", default=[], help="numbers of cases, from 0")
+    parser.add_argument("--held-out", action="store_true", help="the next 40 cases")
     parser.add_argument("--folder", type=Path, help="keeps finished rows, for the next call")
     arguments = parser.parse_args()
-    numbers = arguments.only
+    first, name = (NUM_CASES, "held-out-plans") if arguments.held_out else (0, "printed-plans")
     importlib.import_module("printed_models")
     keep = None if arguments.folder is None else arguments.folder / "printed-plans.jsonl"
-    rows = list(chosen(numbers, keep))
+    rows = list(chosen(arguments.only or range(first, first + NUM_CASES), keep))
     lines = table(rows)
     print("\n".join(lines))
-    if not numbers:
-        target = RESULTS / f"{date.today()}-printed-plans.json"
+    if not arguments.only:
+        target = RESULTS / f"{date.today()}-{name}.json"
         target.write_text(json.dumps({**provenance(), "rows": rows}, indent=1) + "\n")
-        write_block(DOCS, "printed plans", lines)
+        write_block(DOCS, name.replace("-", " "), lines)
 
 
 if __name__ == "__main__":

@@ -788,6 +788,24 @@ def test_all_room_on_disk_is_taken_before_the_first_step(rank, tmp_path):
     assert [os.fstat(file.fd).st_size for file in files] == before
 
 
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("tier", [{"parameters": "disk"}, {}, {"fraction": 0.5}])
+@every_rank(2)
+def test_slots_for_states_on_disk_are_taken_before_the_first_step_as_planned(
+    rank, tier, precision, tmp_path
+):
+    choice = Offload(optimizer="disk", disk=tmp_path, **tier)
+    module, optimizer = build(choice, depth=9, precision=precision)
+    before = onefold.report(module).memory["staging"]["cpu"].now
+    train(module, optimizer, batches(3))
+    report = onefold.report(module)
+    peak, planned = report.memory["staging"]["cpu"].peak, report.predicted["staging"]
+    if "parameters" in tier:  # rows are a little longer than blocks, and may take their place
+        assert before <= peak <= planned <= 1.1 * before
+    else:
+        assert before == peak == planned > 0
+
+
 def test_slots_do_not_grow_with_the_model(tmp_path):
     def body(rank: int, depth: int) -> int:
         module, optimizer = build(f"disk:{tmp_path}", depth=depth)

@@ -14,7 +14,7 @@ from onefold.planner.work import Event, EventKind
 from onefold.recipe import Recipe
 from onefold.tier.step_device import NUM_STREAMS
 from onefold.tier.store import whole_pages
-from onefold.tier.workers import NUM_DISK_SLOTS, NUM_FETCHERS
+from onefold.tier.workers import NUM_DISK_SLOTS
 from onefold.wire.exchange import SpareBuffers
 
 Holding = dict[tuple[str, str], int]
@@ -158,20 +158,22 @@ class ByteExecutor(ActionExecutor):
                 self._make_grad(index)
         self._resting_grads = frozenset(self._reduced)
         if "disk" in (offload.parameters, offload.optimizer):
-            add("staging", self._staging(), "cpu")
+            add("staging", self._staging(policy.prefetch), "cpu")
         is_requested = offload.step == "device" or recipe.device_type != "cpu"
         if offload.may_stream and is_requested and any(self._is_far):
             add("staging", self._streamed())
 
-    def _staging(self) -> int:
+    def _staging(self, prefetch: int) -> int:
         """Slots of blocks on disk, which the engine takes at once; they receive fetched rows, too.
 
         All are as long as the longest: a short block takes a long slot where no other is free.
+        Rows that are longer take the place of a slot: of the unit that is gathered, of those that
+        are gathered ahead, and of one more.
         """
         units = zip(self._units, self._is_far, strict=True)
         slots = [nbytes for unit, is_away in units for nbytes in self._slots(unit, is_away)]
         is_read = self._recipe.offload.parameters == "disk"
-        rows = sorted(unit.weight * is_read for unit in self._units)[-NUM_FETCHERS:]
+        rows = sorted(whole_pages(unit.weight * is_read) for unit in self._units)[-2 - prefetch :]
         longest = max(slots, default=0)
         number = min(NUM_DISK_SLOTS, len(slots))
         return number * longest + sum(max(0, nbytes - longest) for nbytes in rows)
