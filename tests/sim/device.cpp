@@ -127,9 +127,14 @@ static void join(Clock& to, const Clock& from) {
   if (to.size() < from.size()) to.resize(from.size());
   for (size_t i = 0; i < from.size(); i++) to[i] = std::max(to[i], from[i]);
 }
+struct Range {
+  uintptr_t begin, end;
+  bool is_write;
+};
 struct Launch {
   std::string name, label, node;
   int stream, place;
+  std::vector<Range> ranges{};  // if it keeps them
 };
 struct Access {
   int stream = -1;
@@ -144,11 +149,8 @@ struct Cell {  // of bytes [key, end)
   Access write;
   std::vector<Access> reads;  // since the write, the last of each stream
 };
-struct Range {
-  uintptr_t begin, end;
-  bool is_write;
-};
 static std::mutex clocks_m;
+static bool keeps_ranges = false;  // of launches in the log, and allocations as launches
 static Clock host;
 static std::vector<Launch> log_;
 static std::map<uintptr_t, Cell> cells;
@@ -440,6 +442,11 @@ static Launch describe(std::string name, const Queue& q, int place) {
   if (auto current_node = torch::autograd::get_current_node()) node = current_node->name();
   return {std::move(name), label, node, q.number, place};
 }
+static std::map<uintptr_t, size_t> segments;  // all memory of devices
+static bool is_of_device(uintptr_t at) {
+  auto it = segments.upper_bound(at);
+  return it != segments.begin() && at < (--it)->first + it->second;
+}
 // Note a launch on a stream: its accesses, and that it happens after all that the host knows.
 static uint32_t note(const std::string& name, Queue& q, const std::vector<Range>& ranges, bool counts_too = true) {
   const int place = here();
@@ -452,6 +459,8 @@ static uint32_t note(const std::string& name, Queue& q, const std::vector<Range>
   Access own{q.number, ++q.clock[q.number], int(log_.size())};
   last_launch = own.launch;
   log_.push_back(launch);
+  if (keeps_ranges)
+    for (auto& r : ranges) if (is_of_device(r.begin)) log_.back().ranges.push_back(r);
   if (config.checks) for (auto& r : ranges) touch(r, own, q.clock, launch);
   return own.tick;
 }
@@ -485,7 +494,6 @@ struct Block {
 static std::mutex memory_m;
 static std::map<std::pair<Queue*, size_t>, std::vector<void*>> pools;
 static std::map<void*, Block*> live;
-static std::map<uintptr_t, size_t> segments;  // all memory of devices
 struct Usage { int64_t allocated = 0, peak = 0, reserved = 0; };
 static Usage usage[MAX_DEVICES];
 
@@ -534,6 +542,11 @@ struct Allocator final : c10::DeviceAllocator {
     live[ptr] = block;
     u.allocated += nbytes;
     u.peak = std::max(u.peak, u.allocated);
+    if (keeps_ranges) {
+      const auto at = reinterpret_cast<uintptr_t>(ptr);
+      std::lock_guard<std::mutex> c(clocks_m);
+      log_.push_back({"allocate", "", "", q.number, 0, {{at, at + nbytes, true}}});
+    }
     return {ptr, block, &release, d};
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
@@ -1433,6 +1446,9 @@ static py::dict told(const Launch& l) {
   d["node"] = l.node;
   d["stream"] = l.stream;
   d["lines"] = lines_of(l.place);
+  py::list ranges;
+  for (auto& r : l.ranges) ranges.append(py::make_tuple(r.begin, r.end, r.is_write));
+  d["ranges"] = ranges;
   return d;
 }
 }  // namespace sim
@@ -1460,6 +1476,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("mutate", [](const std::string& site, bool watches) { std::lock_guard<std::mutex> g(sites_m); mutant = site; watches_sites = watches; sites.clear(); });
   m.def("sites", [] { std::lock_guard<std::mutex> g(sites_m); return sites; });
   m.def("counts", [] { std::lock_guard<std::mutex> g(clocks_m); return counts; });
+  m.def("keep_ranges", [](bool so) { keeps_ranges = so; });
   m.def("num_launches", [] { std::lock_guard<std::mutex> g(clocks_m); return log_.size(); });
   m.def("launches", [](size_t from) {
     std::vector<Launch> some;

@@ -5,8 +5,7 @@
     schedule.py  returns the actions that follow
     executor.py     executes them on units (unit/), whose messages go over the wire (wire/)
 
-The step of an offloaded unit runs in blocks in the background (blocks.py). The next use of the unit
-waits for it.
+The step of an offloaded unit runs in blocks in the background (blocks.py); its next use waits.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from weakref import ref
 import torch
 from torch import nn
 
+from onefold.engine import captured
 from onefold.engine.activations import saved_activations_of
 from onefold.engine.companions import Companions
 from onefold.engine.driving import Drive
@@ -145,6 +145,7 @@ class Engine:
     def prepare(self) -> None:
         """Weights are about to be used: end whatever failed, follow the module and gradients."""
         self.end_failed()
+        captured.begin_forward(self)
         for stepper in list(self.executor.steppers):
             stepper.recover()
         self._follow()
@@ -336,6 +337,7 @@ class Engine:
         if is_early and hooks.begin_step(stepper.held, self.units, schedule):
             return
         self.end_failed()
+        captured.begin_step(self, stepper.optimizer)
         stepped = self.executor.take_stepped(stepper)
         self.marks.begin("step")
         self.rest()
@@ -387,8 +389,6 @@ class Engine:
             self.by_sharded |= {id(p.sharded): p for p in unit.parameters}
         if self.saved is not None:
             self.saved.keep([unit.weight.tensor for unit in units])
-
-    # checks
 
     def end_failed(self) -> None:
         """End a backward that failed; raise if it had stepped some of the units.

@@ -11,6 +11,7 @@ from weakref import WeakSet
 import torch
 from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import (
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
@@ -30,6 +31,11 @@ from onefold.wire.ticket import Ticket
 
 class Stepper(Protocol):
     """An optimizer's binding, as the engine knows it."""
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer, while it is alive."""
+        ...
 
     def step_early(self, unit: Unit) -> bool:
         """Begin to step the parameters of a unit that the optimizer holds; False if none has to."""

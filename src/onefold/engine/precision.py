@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import PackedSequence
 
+from onefold.engine.captured import check_scale
 from onefold.engine.engine import Engine
 from onefold.engine.pipelined import Pipeline, calling_pipelines
 from onefold.tier import accelerator
@@ -61,6 +62,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def scale(self, outputs: Any) -> Any:
         """Multiply a loss, or several, by the scale; see torch.amp.GradScaler."""
+        if self._enabled:
+            check_scale()
         for pipeline in calling_pipelines():
             self._pipelines.setdefault(pipeline, None)
         return super().scale(outputs)

@@ -47,6 +47,11 @@ def current_index() -> int:
     return torch.accelerator.current_device_index()
 
 
+def is_capturing() -> bool:
+    """True while the work of this thread's stream goes into a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def use(device: torch.device | None) -> None:
     """Have this thread use the device; a new thread uses the first one, whatever its parent does.
 
