@@ -85,7 +85,7 @@ def run(model: LinkModel, numels: list[float]) -> tuple[float, int]:
     steps: list[UnitStep] = []
     for number in numels:
         unit = OneUnit(int(number), context, stores)
-        reserve_slots(unit)
+        reserve_slots([unit])
         state = {"step": torch.ones(()), **{k: v.tensor for k, v in unit.moments.items()}}
         segment = Segment(0, unit.grad, rule, tuple(unit.moments), state, False, None)
         steps.append(UnitStep(unit, [segment]))

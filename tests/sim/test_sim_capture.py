@@ -63,9 +63,9 @@ def step(module: nn.Module, optimizer: Any, batch: Tensor, clip: float, accumula
 def repeated(launches: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     """Name the memory of each launch: by its address, or as the step's own n-th allocation.
 
-    A graph has a pool of its own for what a step allocates, so these addresses are fixed in it. What
-    was allocated before is freed outside of the pool: gradients, when the next step finds them
-    cleared.
+    A graph has a pool of its own for what a step allocates, so these addresses are fixed in it.
+    What was allocated before is freed outside of the pool: gradients, when the next step finds
+    them cleared.
     """
     own: list[tuple[int, int, int]] = []  # begin, end, number
     told: list[tuple[Any, ...]] = []

@@ -6,6 +6,7 @@ Quantized ones have the bits of few ranks' messages, padding is counted apart.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from threading import Lock
 
 import pytest
 import torch
@@ -32,6 +33,8 @@ from onefold.wire.transport import Composed, Reduction, SendRows
 from tests.support.ranks import run_ranks, seeded
 
 SHAPES = [(), (1,), (0,), (3, 0), (5,), (7, 3), (2, 2, 2), (64, 9), (8, 700), (300, 299)]
+PATCHED = Lock()
+"""Ranks are threads: while one takes its ranks for few, no other lays out a message."""
 shape_lists = st.lists(st.sampled_from(SHAPES), min_size=1, max_size=5)
 
 
@@ -95,6 +98,17 @@ def test_a_gather_of_many_ranks_fills_every_region_by_one_message(shapes, world_
             assert sent.get("gather padding", 0) == 4 * cut.gather_padding
 
 
+def both_cuts(slots, offsets, group, itemsize):
+    """The layout of a message as that of many ranks, and as that of few."""
+    with PATCHED:
+        wide = MessageLayout(slots, offsets, group, itemsize)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(message_plan, "FEW_RANKS", 16)
+            few = MessageLayout(slots, offsets, group, itemsize)
+    assert (wide.is_wide, few.is_wide) == (True, False)
+    return wide, few
+
+
 def reduce(rank, world_size, shapes, dtype, fresh):
     """The means of a reduction, beside those of one without padding."""
     slots, _, _ = regions_of(shapes, world_size, has_flags=False)
@@ -102,19 +116,13 @@ def reduce(rank, world_size, shapes, dtype, fresh):
     generator = torch.Generator().manual_seed(rank)
     partials = [torch.randn(slot.pieces[-1][1], generator=generator).to(dtype) for slot in slots]
     group, means = Group.from_handle(dist.group.WORLD), []
-    for is_wide in (True, False):
-        cut = MessageLayout(slots, None, group, dtype.itemsize)
-        if not is_wide:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(message_plan, "FEW_RANKS", 16)
-                cut = MessageLayout(slots, None, group, dtype.itemsize)
-        assert cut.is_wide is is_wide
+    for cut in both_cuts(slots, None, group, dtype.itemsize):
         ledger = Ledger()
         out = [torch.full((slot.pieces.length(rank),), 0.5) for slot in slots]
         reduction = Reduction(partials, cut, out, [fresh] * len(out), "reduce")
         Composed(Exchange(group, ledger)).reduce_scatter(reduction).wait()
         means.append(out)
-        if is_wide:
+        if cut.is_wide:
             padding = ledger.traffic.get("reduce_scatter padding")
             sent = 0 if padding is None else padding.sent_nbytes
             assert sent == dtype.itemsize * cut.reduce_padding
@@ -131,16 +139,6 @@ def test_means_of_many_ranks_have_the_bits_of_those_of_few(shapes, world_size, d
         patch.setattr(message_plan, "FEW_RANKS", 1)
         patch.setattr(message_plan, "PACK_NBYTES", 4096)
         run_ranks(world_size, reduce, world_size, shapes, dtype, fresh)
-
-
-def both_cuts(slots, offsets, group, itemsize):
-    """The layout of a message as that of many ranks, and as that of few."""
-    wide = MessageLayout(slots, offsets, group, itemsize)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(message_plan, "FEW_RANKS", 16)
-        few = MessageLayout(slots, offsets, group, itemsize)
-    assert (wide.is_wide, few.is_wide) == (True, False)
-    return wide, few
 
 
 def quantized(rank, world_size, shapes, word, dtype):

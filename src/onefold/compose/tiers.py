@@ -202,7 +202,7 @@ def _build(
     is_far = any(tier.is_far for tier in stores.values())
     num_near = max(1, len(cores) - 1)  # and whoever waits
     num_steppers = max(num_near, NUM_DISK_STEPPERS) if is_far else num_near
-    step_device: StepDevice = HostStep(slots, store.device)
+    step_device: StepDevice = HostStep(SlotPool.on_host(ledger), store.device)
     if offload.step == "device":
         step_device, num_steppers = DeviceStep(store.device, ledger), NUM_STREAMS
     return Tiers(

@@ -10,6 +10,7 @@ from onefold.engine.policy import Policy
 from onefold.layout.ledger import padding_of
 from onefold.planner.action_executor import ActionExecutor
 from onefold.planner.message_counts import PlannedMessage, PlannedUnit
+from onefold.planner.row_slots import RowSlots
 from onefold.planner.work import Event, EventKind
 from onefold.recipe import Recipe
 from onefold.tier.step_device import NUM_STREAMS
@@ -122,6 +123,7 @@ class ByteExecutor(ActionExecutor):
         self._units = units
         self._is_far = is_far
         self._counter = counter
+        self.rows = RowSlots(recipe, counter.add)
         self.sent: Counter[str] = Counter()
         self._unsharded: set[int] = set()
         self._decoded: set[int] = set()
@@ -158,25 +160,19 @@ class ByteExecutor(ActionExecutor):
                 self._make_grad(index)
         self._resting_grads = frozenset(self._reduced)
         if "disk" in (offload.parameters, offload.optimizer):
-            add("staging", self._staging(policy.prefetch), "cpu")
+            add("staging", self._staging(), "cpu")
         is_requested = offload.step == "device" or recipe.device_type != "cpu"
         if offload.may_stream and is_requested and any(self._is_far):
             add("staging", self._streamed())
 
-    def _staging(self, prefetch: int) -> int:
-        """Slots of blocks on disk, which the engine takes at once; they receive fetched rows, too.
+    def _staging(self) -> int:
+        """Slots of blocks on disk, which the engine takes at once.
 
         All are as long as the longest: a short block takes a long slot where no other is free.
-        Rows that are longer take the place of a slot: of the unit that is gathered, of those that
-        are gathered ahead, and of one more.
         """
         units = zip(self._units, self._is_far, strict=True)
         slots = [nbytes for unit, is_away in units for nbytes in self._slots(unit, is_away)]
-        is_read = self._recipe.offload.parameters == "disk"
-        rows = sorted(whole_pages(unit.weight * is_read) for unit in self._units)[-2 - prefetch :]
-        longest = max(slots, default=0)
-        number = min(NUM_DISK_SLOTS, len(slots))
-        return number * longest + sum(max(0, nbytes - longest) for nbytes in rows)
+        return min(NUM_DISK_SLOTS, len(slots)) * max(slots, default=0)
 
     def _slots(self, unit: PlannedUnit, is_away: bool) -> list[int]:
         """Return the bytes of the slots in which blocks of a unit with files are stepped."""
@@ -253,6 +249,7 @@ class ByteExecutor(ActionExecutor):
         counter, recipe = self._counter, self._recipe
         counter.enter("step", "")
         counter.note_torch(0, 0)
+        self.rows.give_all()
         block = blocked_adam.block_numel(recipe.device_type)
         widened = (  # to fp32
             4 * min(block, unit.rest_numel)
@@ -302,8 +299,14 @@ class ByteExecutor(ActionExecutor):
         self._send("gather between", message)
         self._stage(index, "gather between", message.buffers)
 
+    def _fetch(self, index: int) -> None:
+        self.rows.fetch(index, self._units[index].weight)
+
     def _gather(self, index: int) -> None:
         unit = self._units[index]
+        self._fetch(index)
+        if self._recipe.device_type == "cpu":  # else once they have crossed to the device
+            self.rows.give(index)
         if index not in self._unsharded:
             self._unsharded.add(index)
             self._counter.add("unsharded", unit.unsharded)
@@ -330,6 +333,7 @@ class ByteExecutor(ActionExecutor):
             self.give(index, link, buffers)
 
     def _show(self, index: int) -> None:
+        self.rows.give(index)
         self._decode_staged(index)
         if index not in self._decoded:
             self._decoded.add(index)

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from math import gcd
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from onefold.engine.driving import Action, Verb
 from onefold.engine.policy import UnitFacts, policy_of
 from onefold.engine.schedule import Schedule
 from onefold.engine.walks import Call, Phase
@@ -30,8 +29,7 @@ from onefold.planner.message_counts import planned_unit
 from onefold.planner.storages import Storages, Untraceable
 from onefold.planner.work import UnitWork, Work
 from onefold.recipe import Recipe, UnitRecipe
-from onefold.tier.slots import SlotPool
-from onefold.tier.store import GRAIN_NUMEL, PAGE_NBYTES, whole_pages
+from onefold.tier.store import GRAIN_NUMEL, whole_pages
 
 NUM_PASSES = 4
 """Passes that are played: the first reads units that stay, the second one knows the order."""
@@ -177,9 +175,6 @@ class _Player:
             for unit in recipe.units
         ]
         self._executor = ByteExecutor(recipe, planned, [False] * len(planned), counter)
-        self._slots = SlotPool(cast("Any", lambda nbytes: _Slot(nbytes, counter)))
-        self._fetched: dict[int, Any] = {}  # slots, by unit
-        self._is_far = recipe.offload.parameters == "disk" and not recipe.reads_directly
         if recipe.rests_near:
             counter.add("weight", sum(unit_held.weight for unit_held in held))
         counter.see()
@@ -191,25 +186,26 @@ class _Player:
 
     def play(self, uses: Sequence[Use]) -> None:
         """Announce one pass."""
-        schedule, calls = self._schedule, dict[tuple[int, int], list[Call]]()
-        self._do(schedule.begin_forward(Phase.EVALUATION))
+        schedule, do, calls = self._schedule, self._executor.do, dict[tuple[int, int], list[Call]]()
+        do(schedule.begin_forward(Phase.EVALUATION))
         for use in uses:
             key = use.unit, use.module
             if use.verb == "enter":
                 call, actions = schedule.enter(use.unit, Phase.EVALUATION)
                 calls.setdefault(key, []).append(call)
-                self._do(actions)
+                do(actions)
             elif use.verb == "leave":
                 call = calls[key].pop()
-                self._do(schedule.leave(call, use.module, use.num_modules, is_recompute=False))
+                do(schedule.leave(call, use.module, use.num_modules, is_recompute=False))
             else:
                 self._use_large(use)
-        self._do(schedule.end_forward(Phase.EVALUATION))
+        do(schedule.end_forward(Phase.EVALUATION))
 
     def _use_large(self, use: Use) -> None:
         large = _large(self._recipe, use, self._held[use.unit])
         self._counter.add("unsharded", large.rooms)
-        taken = [self._slots.take_slot(nbytes) for nbytes in large.slots]
+        pool = self._executor.rows.pool
+        taken = [pool.take_slot(nbytes) for nbytes in large.slots]
         self._counter.see()
         for index, nbytes in enumerate(large.messages):  # the next is on its way
             self._executor.begin_message(use.unit, "gather", (nbytes,))
@@ -219,36 +215,7 @@ class _Player:
         self._executor.give(use.unit, "gather", large.messages[-1:])
         self._counter.add("unsharded", -large.rooms)
         for slot in taken:
-            self._slots.give(slot)
-
-    def _do(self, actions: Sequence[Action]) -> None:
-        for verb, index in actions:
-            if verb is Verb.FETCH:
-                self._fetch(index)
-            self._executor.do([(verb, index)])
-            if verb is Verb.GATHER and self._is_far:
-                self._fetch(index)
-                self._counter.see()
-                self._slots.give(self._fetched.pop(index))
-
-    def _fetch(self, index: int) -> None:
-        """Own rows pass through a slot on their way into unsharded weights."""
-        if self._is_far and index not in self._fetched:
-            self._fetched[index] = self._slots.take_slot(self._held[index].weight)
-
-
-class _Slot:
-    """Stands for a `Room` of tier/slots.py: bytes that are counted while it lives."""
-
-    leaving = None  # no copies
-
-    def __init__(self, nbytes: int, counter: ByteCounter) -> None:
-        self.nbytes = round_up(max(1, nbytes), PAGE_NBYTES)
-        self._counter = counter
-        counter.add("staging", self.nbytes, "cpu")
-
-    def __del__(self) -> None:
-        self._counter.add("staging", -self.nbytes, "cpu")
+            pool.give(slot)
 
 
 # which modules use units, seen in one forward on `meta`
