@@ -92,8 +92,9 @@ class BlockedAdam:
 
     def steps_at_once(self, stepped: Tensor, grad: Tensor, weight: Tensor) -> bool:
         """True if `step` is faster than the class's own, and needs less memory."""
-        is_narrow = weight is not stepped and grad.dtype == weight.dtype
-        return is_narrow or self._native(stepped, grad, weight) is not None
+        if weight is stepped:  # nothing is rounded
+            return False
+        return grad.dtype == weight.dtype or self._native(stepped, grad, weight) is not None
 
     def _native(self, stepped: Tensor, grad: Tensor, weight: Tensor) -> AdamKernel | None:
         kernel = self._kernel

@@ -9,13 +9,16 @@ LBFGS searches over all parameters. `share_losses` lets ranks that hold whole co
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
+from onefold.engine.engine import Engine
 from onefold.errors import StateError
 from onefold.wire.collectives import Group
 
@@ -24,6 +27,11 @@ ADDED = ("sum", "dot", "vdot", "any")
 
 Replaced = tuple[tuple[Any, ...], dict[str, Any]] | None
 """Arguments of a step in the place of those of its caller, as torch's pre-hooks return them."""
+
+
+def rows_of_ranks(engine: Engine) -> type[Tensor]:
+    """Return `summed_rows` over the ranks of an engine, which the class does not keep alive."""
+    return summed_rows(partial(_over_ranks, ref(engine)))
 
 
 def summed_rows(total: Callable[[Tensor], Tensor]) -> type[Tensor]:
@@ -111,3 +119,13 @@ def refuse_messages(frame: FrameType, event: str, _: object) -> None:
 _COLLECTIVES = {n for n in dir(c10d) if n.startswith(("all_", "broadcast", "reduce", "gather"))}
 SENT = _COLLECTIVES - {"broadcast", "gather", "reduce"}
 """Names that tell in code alone: the others are those of functions as well."""
+
+
+def _over_ranks(alive: ref[Engine], own: Tensor) -> Tensor:
+    """Return the sum of a number over the ranks that hold the rest of the rows. A collective."""
+    engine = alive()
+    assert engine is not None, "an optimizer steps parameters of a module that is gone"
+    group = engine.context.transport.group
+    nbytes = -(-2 * (group.world_size - 1) * own.nbytes // group.world_size)
+    engine.ledger.sent("optimizer_sum", nbytes)
+    return group.all_reduced(own)

@@ -65,10 +65,10 @@ class FlatGroup:
         """True for a state with one element for each of the weight's."""
         return isinstance(value, Tensor) and value.shape == self.tensor.shape
 
-    def grad(self) -> Tensor:
-        """Return the mean gradient [numel], in the dtype in which it was reduced."""
-        reduced = self.unit.gradient.reduced
-        if reduced is not None and all(self.unit.gradient.show_means(self.parameters[:1])):
+    def grad(self, unit: Unit) -> Tensor:
+        """Return the mean gradient [numel], in the dtype in which the group's unit reduced it."""
+        reduced = unit.gradient.reduced
+        if reduced is not None and all(unit.gradient.show_means(self.parameters[:1])):
             return self.part(reduced.tensor)
         (parameter,) = self.parameters  # a gradient that lies elsewhere makes a group of its own
         assert parameter.sharded.grad is not None, "a parameter without gradient is stepped"
@@ -150,31 +150,31 @@ class FlatStep:
                 cut = self._flat_groups(unit, members, rules)
                 for tensors, flats, rule in zip(stand_ins, cut, rules, strict=True):
                     for flat in flats:
-                        tensors[flat.tensor] = self._seen(flat, self._rows)
+                        is_plain = self._rows is None
+                        tensors[flat.tensor] = flat.state if is_plain else self._seen(flat)
                         self._entered[flat.tensor] = flat
-                        if not self._step_at_once(flat, rule):
+                        if not self._step_at_once(unit, flat, rule):
                             left.add(unit)
         self.rounded -= left
         self._own.clear()
         return stand_ins
 
-    def _step_at_once(self, flat: FlatGroup, rule: Rule) -> bool:
+    def _step_at_once(self, unit: Unit, flat: FlatGroup, rule: Rule) -> bool:
         """Step and round a flat group if its rule does that better than the class."""
-        grad, stepped = flat.grad(), flat.tensor.detach()
-        weight = stepped if flat.unit.master is None else flat.weight
+        grad, stepped = flat.grad(unit), flat.tensor.detach()
+        weight = stepped if unit.master is None else flat.weight
         if isinstance(rule, BlockedAdam) and rule.steps_at_once(stepped, grad, weight):
             rule.step(stepped, grad, weight, flat.state)
-            self.rounded.add(flat.unit)
+            self.rounded.add(unit)
             return True
         grad = grad.to(stepped.dtype)
         flat.tensor.grad = grad if self._rows is None else grad.as_subclass(self._rows)
         return False
 
-    def _seen(self, flat: FlatGroup, rows: type[Tensor] | None) -> State:
-        """Return the states of a flat group, their rows as tensors of class `rows`."""
-        if rows is None:
-            return flat.state
-        return {k: v.as_subclass(rows) if flat.is_flat(v) else v for k, v in flat.state.items()}
+    def _seen(self, flat: FlatGroup, rows: type[Tensor] | None = None) -> State:
+        """Return the states of a flat group, their rows as the class sees them, or as `rows`."""
+        kind = rows or self._rows or Tensor
+        return {k: v.as_subclass(kind) if flat.is_flat(v) else v for k, v in flat.state.items()}
 
     def take_over(self, flats: Sequence[Tensor]) -> None:
         self._own += flats
@@ -210,7 +210,7 @@ class FlatStep:
             flat.state.update(probed | placed)
         flats = tuple(name for name, value in flat.state.items() if flat.is_flat(value))
         owner = unit.gradient.reduced
-        return Segment(flat.start, flat.grad(), rule, flats, flat.state, is_new, owner)
+        return Segment(flat.start, flat.grad(unit), rule, flats, flat.state, is_new, owner)
 
     def _rule(self, rule: Rule, flat: FlatGroup) -> Rule:
         """Return a rule that reads the attributes of the group's parameters."""
@@ -225,7 +225,8 @@ class FlatStep:
             after = state.get(flat.tensor, {})
             if after is not flat.state:
                 flat.state = after
-                flat.state = self._seen(flat, self._rows and Tensor)
+                if self._rows is not None:
+                    flat.state = self._seen(flat, Tensor)
                 self._shown.pop(flat.parameters[0], None)
         self._show_replaced()
         return self._shown
@@ -366,7 +367,10 @@ def _by_unit(groups: list[list[UnitParameter]]) -> dict[Unit, list[list[UnitPara
     by_unit: dict[Unit, list[list[UnitParameter]]] = {}
     for index, group in enumerate(groups):
         for parameter in group:
-            by_unit.setdefault(parameter.unit, [[] for _ in groups])[index].append(parameter)
+            unit = parameter.find_unit() or parameter.unit  # which raises: it is gone
+            if (members := by_unit.get(unit)) is None:
+                members = by_unit[unit] = [[] for _ in groups]
+            members[index].append(parameter)
     return by_unit
 
 

@@ -12,10 +12,9 @@ like the parameter, so state dicts, schedulers and checkpoints see ordinary per-
 """
 
 import operator
-from collections import OrderedDict, defaultdict
+from collections import ChainMap, OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -25,7 +24,7 @@ from torch.optim import Optimizer
 
 from onefold.engine.behaviour import behaviour_of, moments_of_group
 from onefold.engine.blocks import reserve_slots
-from onefold.engine.coupled import EvaluatedClosure, Replaced, share_losses, summed_rows
+from onefold.engine.coupled import EvaluatedClosure, Replaced, rows_of_ranks, share_losses
 from onefold.engine.engine import Engine
 from onefold.engine.flat_groups import FlatStep, with_numbers_on
 from onefold.engine.looks import Looks
@@ -58,8 +57,7 @@ class OptimizerBinding:
         self.is_flat = behaviour.is_flat(engine.recipe.rest_world)
         # its closure runs in the midst of a step, so it steps the sharded parameters themselves
         self._searches = behaviour.searches
-        # a class stays until the collector runs, so it keeps no engine alive
-        rows = summed_rows(partial(_over_ranks, ref(engine))) if behaviour.adds else None
+        rows = rows_of_ranks(engine) if behaviour.adds else None
         self._strategy: FlatStep | MatrixStep = (
             FlatStep(rows, behaviour.reads) if self.is_flat else MatrixStep()
         )
@@ -132,8 +130,12 @@ class OptimizerBinding:
         after.move_to_end(self._post.id, last=False)
 
     def parameter(self, tensor: Tensor) -> UnitParameter | None:
-        owners = [engine.by_sharded.get(id(tensor)) for engine in self.engines]
-        return next(filter(None, owners), None)
+        return self._known().get(id(tensor))
+
+    def _known(self) -> Mapping[int, UnitParameter]:
+        """Return the sharded parameters of all engines, by the identity of their tensors."""
+        own = [engine.by_sharded for engine in self.engines]
+        return own[0] if len(own) == 1 else ChainMap(*own)
 
     def kept_here(self, parameters: Sequence[UnitParameter]) -> list[UnitParameter]:
         """Return those of the optimizer's parameters whose state this rank keeps."""
@@ -207,11 +209,11 @@ class OptimizerBinding:
         rounding = [engine for engine in self.engines if engine.rounds_gradients]
         is_sound = not rounding or is_step_sound(rounding)
         groups: list[list[UnitParameter]] = []
-        foreign: list[list[Tensor]] = []
+        foreign, known = list[list[Tensor]](), self._known()  # foreign: of no engine
         for group in optimizer.param_groups:
-            known = [(tensor, self.parameter(tensor)) for tensor in group["params"]]
-            groups.append(with_gradient([p for _, p in known if p and is_sound]))
-            foreign.append([tensor for tensor, p in known if p is None])  # of no engine
+            own = [owner for tensor in group["params"] if (owner := known.get(id(tensor)))]
+            groups.append(with_gradient(own if is_sound else []))
+            foreign.append([tensor for tensor in group["params"] if id(tensor) not in known])
         if not any(groups):
             self._check_trains(optimizer)
         stand_ins = self._stand_ins(optimizer, groups)
@@ -277,12 +279,12 @@ class OptimizerBinding:
         stepped = optimizer.state
         shown = self._strategy.leave(stepped)
         state: defaultdict[Tensor, State] = defaultdict(dict)
-        units: set[Unit] = set()
+        units, known = set[Unit](), self._known()
         for group in optimizer.param_groups:
             for tensor in group["params"]:
-                parameter = self.parameter(tensor)
+                parameter = known.get(id(tensor))
                 if parameter is not None:
-                    units.add(parameter.unit)
+                    units.add(parameter.find_unit() or parameter.unit)
                 entry = shown.get(parameter) if parameter else stepped.get(tensor)
                 if entry:
                     state[tensor] = entry
@@ -398,16 +400,6 @@ class OptimizerBinding:
             return
         for engine in self.engines:
             self._state_bytes[engine].set(state_nbytes(state, engine))
-
-
-def _over_ranks(alive: ref[Engine], own: Tensor) -> Tensor:
-    """Return the sum of a number over the ranks that hold the rest of the rows. A collective."""
-    engine = alive()
-    assert engine is not None, "an optimizer steps parameters of a module that is gone"
-    group = engine.context.transport.group
-    nbytes = -(-2 * (group.world_size - 1) * own.nbytes // group.world_size)
-    engine.ledger.sent("optimizer_sum", nbytes)
-    return group.all_reduced(own)
 
 
 def _grad(parameter: UnitParameter) -> Tensor | None:

@@ -129,7 +129,7 @@ STEP_SHARE = 0.85
 """The share of the memory bandwidth that the optimizer's kernel over long tensors reaches."""
 HOST = "exposed_launches"
 """The part of a step that waits for the host's Python and launches."""
-UNIT_CALLS = 510
+UNIT_CALLS = 425
 """Onefold's own Python calls for a unit of a step, whose weights are cast for compute or not;
 tests/planner/test_host_time.py counts them."""
 GRADIENTS = (0, 1)
