@@ -9,6 +9,7 @@ when this changes.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -367,7 +368,7 @@ def _by_unit(groups: list[list[UnitParameter]]) -> dict[Unit, list[list[UnitPara
     by_unit: dict[Unit, list[list[UnitParameter]]] = {}
     for index, group in enumerate(groups):
         for parameter in group:
-            unit = parameter.find_unit() or parameter.unit  # which raises: it is gone
+            unit: Any = parameter.find_unit() or parameter.unit  # which raises: it is gone
             if (members := by_unit.get(unit)) is None:
                 members = by_unit[unit] = [[] for _ in groups]
             members[index].append(parameter)

@@ -284,7 +284,8 @@ class OptimizerBinding:
             for tensor in group["params"]:
                 parameter = known.get(id(tensor))
                 if parameter is not None:
-                    units.add(parameter.find_unit() or parameter.unit)
+                    unit: Any = parameter.find_unit() or parameter.unit
+                    units.add(unit)
                 entry = shown.get(parameter) if parameter else stepped.get(tensor)
                 if entry:
                     state[tensor] = entry
