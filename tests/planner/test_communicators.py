@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import onefold
 from onefold.compose import resolve
 from onefold.engine.registry import engine_of
-from onefold.fit.communicators import OF_MORE, OF_TWO, planned_sizes, sizes_of
+from onefold.fit.communicators import OF_MORE, OF_TWO, communicator_sizes, planned_sizes
 from onefold.planner.clusters import Cluster
 from onefold.planner.planning import plan
 from onefold.wire import launcher, ranks
@@ -34,7 +34,7 @@ def made(**options):
 
 def checked(modules, **axes):
     """The ranks of each communicator of an engine, as its recipe predicts them."""
-    found = [sizes_of(engine_of(module)) for module in modules]
+    found = [communicator_sizes(engine_of(module)) for module in modules]
     for module, sizes in zip(modules, found, strict=True):
         assert planned_sizes(engine_of(module).recipe, axes) == sizes
     world = dist.distributed_c10d._world
@@ -113,7 +113,7 @@ def test_tensor_parallel_ranks_share_one_group_of_all_holders(shape, sizes):
             parallelize_module(module, mesh["tp"], tensors.plan())
             optimizer = torch.optim.AdamW(module.parameters())
             modules.append(onefold.shard(module, optimizer, mesh=mesh["dp"], stage=3))
-        found = [sizes_of(engine_of(module)) for module in modules]
+        found = [communicator_sizes(engine_of(module)) for module in modules]
         groups = dist.distributed_c10d._world.pg_group_ranks
         return found, Counter(tuple(sorted(each)) for each in groups.values() if len(each) > 1)
 

@@ -28,7 +28,7 @@ from onefold.engine.joining import adopt_later, bind, replace_parameters
 from onefold.engine.registry import ENGINE
 from onefold.engine.run_facts import RunFacts
 from onefold.engine.step_checks import check_step
-from onefold.fit.communicators import sizes_of, words_of
+from onefold.fit.communicators import communicator_sizes, words_of
 from onefold.layout import packed
 from onefold.layout.ledger import Ledger
 from onefold.layout.module_tree import ModuleTree
@@ -112,7 +112,7 @@ def build(parts: ModuleParts, resolved: Resolved) -> None:
         together(group, partial(_install, parts, engine, originals))
         ledger.forget_traffic()
     if device.type != "cpu":
-        LOG.info("rank %d: %s", group.rank, words_of(sizes_of(engine)))
+        LOG.info("rank %d: %s", group.rank, words_of(communicator_sizes(engine)))
     explain_at_exit(engine)
 
 

@@ -14,7 +14,7 @@ for ten steps. Where a step depends on the host, a replay would do something els
 modules refuse to be captured then.
 
 After a replay Python knows of no change. So once a step was captured, each later forward casts
-weights anew, and `report` and `state_dict` count the steps that Python saw.
+weights again, and `report` and `state_dict` count the steps that Python saw.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,7 +32,7 @@ from onefold.unit.context import Context
 from onefold.unit.unit import Unit
 
 
-class Run(Protocol):
+class Capturable(Protocol):
     """An engine, as a capture asks it."""
 
     context: Context
@@ -51,7 +51,7 @@ class Captures:
     holds_steps: bool = False  # a graph does, and may be replayed
 
 
-def begin_forward(run: Run) -> None:
+def begin_forward(run: Capturable) -> None:
     """A forward outside of any other begins, captured or not. Raises `ConfigError`."""
     captures = run.facts.about(Captures)
     if accelerator.is_capturing():
@@ -62,12 +62,12 @@ def begin_forward(run: Run) -> None:
         run.rest()
 
 
-def begin_step(run: Run, optimizer: object) -> None:
+def begin_step(run: Capturable, optimizer: object) -> None:
     """An optimizer is about to step, captured or not. Raises `ConfigError`."""
     if not accelerator.is_capturing():
         return
     if getattr(optimizer, "found_inf", None) is not None:
-        raise _refusal(SCALE)
+        check_scale()
     trained = (p for unit in run.units for p in unit.gradient.trainable())
     unused = [p.fqn for p in trained if p.own_grad() is None]
     if unused:
@@ -77,13 +77,10 @@ def begin_step(run: Run, optimizer: object) -> None:
 def check_scale() -> None:
     """Raise `ConfigError` where a dynamic loss scale is captured."""
     if accelerator.is_capturing():
-        raise _refusal(SCALE)
+        raise _refusal("a dynamic loss scale, by which the host decides whether to step")
 
 
-SCALE = "a dynamic loss scale, by which the host decides whether to step"
-
-
-def _obstacles(run: Run) -> Iterable[str]:
+def _obstacles(run: Capturable) -> Iterable[str]:
     """What a step of the run needs the host for."""
     recipe, num_ranks = run.recipe, run.context.everyone.world_size
     if num_ranks > 1:

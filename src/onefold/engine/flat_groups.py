@@ -151,8 +151,8 @@ class FlatStep:
                 cut = self._flat_groups(unit, members, rules)
                 for tensors, flats, rule in zip(stand_ins, cut, rules, strict=True):
                     for flat in flats:
-                        is_plain = self._rows is None
-                        tensors[flat.tensor] = flat.state if is_plain else self._seen(flat)
+                        kind = self._rows
+                        tensors[flat.tensor] = flat.state if kind is None else _seen(flat, kind)
                         self._entered[flat.tensor] = flat
                         if not self._step_at_once(unit, flat, rule):
                             left.add(unit)
@@ -171,11 +171,6 @@ class FlatStep:
         grad = grad.to(stepped.dtype)
         flat.tensor.grad = grad if self._rows is None else grad.as_subclass(self._rows)
         return False
-
-    def _seen(self, flat: FlatGroup, rows: type[Tensor] | None = None) -> State:
-        """Return the states of a flat group, their rows as the class sees them, or as `rows`."""
-        kind = rows or self._rows or Tensor
-        return {k: v.as_subclass(kind) if flat.is_flat(v) else v for k, v in flat.state.items()}
 
     def take_over(self, flats: Sequence[Tensor]) -> None:
         self._own += flats
@@ -227,7 +222,7 @@ class FlatStep:
             if after is not flat.state:
                 flat.state = after
                 if self._rows is not None:
-                    flat.state = self._seen(flat, Tensor)
+                    flat.state = _seen(flat, Tensor)
                 self._shown.pop(flat.parameters[0], None)
         self._show_replaced()
         return self._shown
@@ -361,6 +356,11 @@ class FlatStep:
             if view.data_ptr() != row.data_ptr():
                 view.copy_(row)
         return joined
+
+
+def _seen(flat: FlatGroup, kind: type[Tensor]) -> State:
+    """Return the states of a flat group, their rows as tensors of a class."""
+    return {k: v.as_subclass(kind) if flat.is_flat(v) else v for k, v in flat.state.items()}
 
 
 def _by_unit(groups: list[list[UnitParameter]]) -> dict[Unit, list[list[UnitParameter]]]:

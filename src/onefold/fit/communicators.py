@@ -1,9 +1,9 @@
 """Communicators of GPUs: how many a rank has, and the memory that they take.
 
 A communicator connects the ranks of a group whose tensors NCCL sends; a group of CPU tensors has
-none. torch 2.13 makes one when a group begins its first message. A world that is bound to
-a device, as `onefold train` starts it (`init_process_group(device_id=)`), makes its own at once,
-and `init_device_mesh` then splits it: one an axis, at once. Onefold has one group for each set of
+none. torch 2.13 makes one when a group begins its first message. A world that is bound to a device,
+as `onefold train` starts it (`init_process_group(device_id=)`), makes its own at once, and
+`init_device_mesh` then splits it: one an axis, at once. Onefold has one group for each set of
 ranks, so it has one communicator.
 
 No ledger counts them, and no "fits" of a plan: they are memory of the driver, not of tensors. Their
@@ -52,15 +52,13 @@ def planned_sizes(recipe: Recipe, axes: Mapping[str, int] | None = None) -> list
     return sorted(size for size in sizes if size > 1)
 
 
-def sizes_of(engine: Engine, others: Iterable[Group] = ()) -> list[int]:
+def communicator_sizes(engine: Engine) -> list[int]:
     """Return what `planned_sizes` predicts, of an engine and the world.
 
-    Args:
-        engine: with the axes that have cut its parameters, and the pipeline that it is a stage of.
-        others: groups that it does not know, such as the ranks that share a sequence.
+    Groups that the engine does not know are left out, such as the ranks that share a sequence.
     """
     contexts = [engine.context, *(unit.context for unit in engine.units)]
-    groups = [engine.group, engine.context.everyone, Group.from_handle(dist.group.WORLD), *others]
+    groups = [engine.group, engine.context.everyone, Group.from_handle(dist.group.WORLD)]
     groups += [each.group for each in engine.context.routes.transports]
     if (pipeline := engine.pipeline) is not None:
         groups += filter(None, (pipeline.group, pipeline.steppers, pipeline.scalers))

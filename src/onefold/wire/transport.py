@@ -18,6 +18,7 @@ from torch import Tensor
 
 from onefold.layout.messages import own_part_travels
 from onefold.wire import fused
+from onefold.wire.codec import add_rows
 from onefold.wire.collectives import Group
 from onefold.wire.exchange import Exchange
 from onefold.wire.message_cut import MessageLayout, TightChunks
@@ -341,7 +342,7 @@ class Composed:
     def _mean_of_rows(
         self, rows: Tensor, target: Tensor, is_fresh: bool, dtype: torch.dtype
     ) -> None:
-        """The same of many ranks, one call for all of them: `index_add_` adds row by row.
+        """The same of many ranks, one call for all of them.
 
         Rows of a narrower dtype are widened `RANKS_AT_ONCE` at a time.
         """
@@ -351,8 +352,7 @@ class Composed:
             total = part[0].to(dtype, copy=True)
             step = ranks if rows.dtype == dtype else RANKS_AT_ONCE
             for first in range(1, ranks, step):
-                some = part[first : first + step].to(dtype)
-                total[None].index_add_(0, some.new_zeros(len(some), dtype=torch.int64), some)
+                add_rows(total, part[first : first + step])
             total.mul_(self.scale)
             into.copy_(total) if is_fresh else into.add_(total)
 
