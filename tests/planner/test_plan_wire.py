@@ -218,7 +218,7 @@ def test_an_open_stage_counts_the_states_of_a_replica_on_the_ranks_of_its_node(m
         report = onefold.report(module)
         return report.stage, report.offload
 
-    for name, stage in (("replicas", 1), ("replicas", 3), ("hybrid", 2), ("recommended", 1)):
+    for name, stage in (("replicas", 1), ("replicas", 3), ("hybrid", 1), ("recommended", 1)):
         free = int(4 * (needs(stage, name) + 1) / (1 - ACTIVATIONS_SHARE)) + 8
         has_free(monkeypatch, free)
         for got, why in run_ranks(4, body, name):

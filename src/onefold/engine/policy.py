@@ -42,8 +42,8 @@ class Policy:
     gathers_in_order: every rank gathers units in the order of the module, each once a step, and by
         the end of a forward all of them: ranks may use different ones (docs/adr/0034).
     keeps_bytes: the memory of unsharded weights stays over the step, too (docs/adr/0006).
-    keeps_gradients: the memory of reduced gradients stays over `zero_grad` (stages 0 and 1, where
-        it rarely makes the peak), unless their states are offloaded to save memory.
+    keeps_gradients: the memory of reduced gradients stays over `zero_grad` (stage 0, where each
+        rank holds all of them), unless their states are offloaded to save memory.
     defers_reduction: gradients of all but the last micro-batch rest on their rank (stages 0, 1).
     prefetch: how many units are gathered ahead.
     prefetches_late: in backward, the next unit's gather begins with the current unit's first
@@ -85,7 +85,7 @@ def policy_of(recipe: Recipe) -> Policy:
         frees_after_backward=not recipe.keeps_gathered,
         gathers_in_order=recipe.keeps_gathered and inference is None,
         keeps_bytes=recipe.keeps_gathered,
-        keeps_gradients=recipe.sums_rest and recipe.world_size > 1,
+        keeps_gradients=not recipe.is_sharded and recipe.world_size > 1,
         defers_reduction=recipe.sums_rest,
         prefetch=inference.prefetch if inference else 1,
         prefetches_late=recipe.device_type == "cpu",

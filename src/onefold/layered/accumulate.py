@@ -317,9 +317,8 @@ def with_kept(engine: Engine, peaks: dict[str, int]) -> dict[str, int]:
     }
     predicted = peaks | {kind: max(peaks.get(kind, 0), nbytes) for kind, nbytes in most.items()}
     if not engine.policy.defers_reduction:
-        # reduced gradients come as the others go, where their memory does not stay
-        come_late = () if engine.policy.keeps_gradients else (Kind.GRAD,)
-        kinds = sum(nbytes for kind, nbytes in predicted.items() if kind not in ("all", *come_late))
+        # reduced gradients come as the others go
+        kinds = sum(nbytes for kind, nbytes in predicted.items() if kind not in ("all", Kind.GRAD))
         predicted["all"] = max(peaks["all"], kinds)
     return predicted
 
