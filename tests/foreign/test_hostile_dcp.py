@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pickle
 import shutil
+import sys
+import types
+from pathlib import PosixPath
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import onefold
 from onefold.checkpoint.offline import export, inspect
@@ -32,6 +36,21 @@ def test_a_good_folder_of_format_1_is_loaded_inspected_and_exported(good, tmp_pa
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
     assert inspect(folder, PEERS, verify=True).is_verified
     export(folder, tmp_path / "out", PEERS)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("home", ["pathlib", "pathlib._local"])
+def test_a_folder_names_its_path_as_any_python_does(home, tmp_path, monkeypatch):
+    """Python 3.13 pickles paths by another name than those before and after it."""
+    named = types.ModuleType(home)
+    named.PosixPath = PosixPath
+    monkeypatch.setitem(sys.modules, home, named)
+    monkeypatch.setattr(PosixPath, "__module__", home)
+    module = torch.nn.Linear(3, 2)
+    dcp.save({"model": module.state_dict()}, checkpoint_id=PosixPath(tmp_path))
+    assert home.encode() in (tmp_path / ".metadata").read_bytes()
+    seen = inspect(tmp_path, PEERS, verify=True)
+    assert len(seen.rows) == 2
 
 
 # what no list of a checkpoint's parts shows: `inspect` has no module to compare with
