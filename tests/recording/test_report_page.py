@@ -164,6 +164,14 @@ def waiting(*shares: float) -> RunReport:
     return made_up.report(*records)
 
 
+def waits_on_rank_1(**changes: object) -> RunReport:
+    """Rank 1 takes as long again, and waits."""
+    own = made_up.record()
+    wait = SpanLine("compute", "wait", "", own.seconds, 2 * own.seconds, 0)
+    late = replace(own, rank=1, seconds=2 * own.seconds, spans=(*own.spans, wait))
+    return made_up.report(own, late, **changes)
+
+
 def test_a_sentence_says_how_long_the_step_waits_and_for_whom():
     assert waiting(0.34, 0.01).diagnosis == "34 % of the step waits: rank 0 for rank 1."
     assert waiting(0.1, 0.02, 0.5).diagnosis == "50 % of the step waits: rank 2 for rank 1."
@@ -310,7 +318,7 @@ def test_a_curve_of_many_steps_is_averaged_and_leaves_out_what_is_not_finite():
 
 def test_the_predicted_line_stands_where_the_plans_units_were_computed():
     report = made_up.report(plan=made_up.plan())
-    found = contents(report)["predicted"]
+    found = contents(report)["predicted"][0]
     spans = {(round(s.start, 7), round(s.stop, 7)): (s.verb, s.unit)
              for s in made_up.record().spans if s.verb != "wait"}  # fmt: skip
     assert [spans[start, stop] for start, stop, _ in found] == [
@@ -319,7 +327,14 @@ def test_the_predicted_line_stands_where_the_plans_units_were_computed():
         ("step", ""),
     ]
     assert found[1][2] == 21 * made_up.MIB
-    assert contents(made_up.report())["predicted"] == []
+    assert contents(made_up.report())["predicted"] == {0: []}
+
+
+def test_the_rank_that_the_page_opens_has_the_predicted_line_too():
+    report = waits_on_rank_1(plan=made_up.plan())
+    lines = contents(report)["predicted"]
+    assert report.opens == 1
+    assert lines[0] == lines[1] != []
 
 
 # the command
@@ -455,6 +470,7 @@ BROWSED = {
     "with nothing seen": lambda: report_of(
         [replace(made_up.record(), spans=(), changes=(), sent={})], about={}
     ),
+    "of rank 1, which waits": lambda: waits_on_rank_1(plan=made_up.plan()),
     "with one bad loss": lambda: made_up.report(training=Training(0, (None,), (), 1)),
 }
 
@@ -476,6 +492,7 @@ def test_a_browser_draws_every_chart_with_words_for_screen_readers(tmp_path, bui
         assert chart.get("aria-label") == f"{chart[0].text}: {chart[1].text}"
     predicted = bool(report.plan and report.plan.predicted.timeline)
     assert bool(with_class(root, "predicted")) == predicted
+    assert ("predicted by the plan for rank 0" in text_of(root)) == (report.opens > 0 and predicted)
     ids = {node.get("id") for node in root.iter("section")}
     assert ("training" in ids) == bool(report.training)
     assert ("plan" in ids) == bool(report.plan)

@@ -53,7 +53,7 @@ def contents(
         "opens": report.opens,
         "units": data["units"][:MAX_UNITS],
         "num_units": len(report.units),
-        "predicted": predicted_line(report),
+        "predicted": {number: predicted_line(report, number) for number in (0, report.opens)},
         "training": None if report.training is None else _curves(report.training),
         "words": WORDS,
         "profiles": [*profiles],
@@ -148,13 +148,14 @@ def _highest_moments(
     return sorted({*highest.values(), len(times) - 1})
 
 
-def predicted_line(report: RunReport) -> list[tuple[float, float, int]]:
-    """Return (start, stop, bytes) for each moment of the plan with a span in the record.
+def predicted_line(report: RunReport, number: int) -> list[tuple[float, float, int]]:
+    """Return (start, stop, bytes) for each moment of the plan with a span in a view, by number.
 
-    A moment names a phase and a unit; a moment of no unit stands for the whole phase.
+    A moment names a phase and a unit; a moment of no unit stands for the whole phase. The bytes are
+    those of rank 0, on any rank.
     """
     spans: dict[tuple[str, str, str], deque[tuple[float, float]]] = defaultdict(deque)
-    bars = [(bar, lane["stream"]) for lane in report.views[0].lanes for bar in lane["spans"]]
+    bars = [(bar, lane["stream"]) for lane in report.views[number].lanes for bar in lane["spans"]]
     for (verb, unit, start, stop, _), stream in sorted(bars, key=lambda bar: bar[0][2]):
         spans[stream, verb, unit].append((start, stop))
     line: list[tuple[float, float, int]] = []
