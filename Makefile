@@ -46,17 +46,19 @@ again: $(VENV)/dev.done
 quick: $(VENV)/dev.done
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not again" --quick
 
-# the laws on another torch and Python: make test-torch TORCH=2.15.0 PYTHON=python3.12
-# it downloads gigabytes: outside of the CPU builds torch comes with CUDA
+# `make test` on another torch and Python: make test-torch TORCH=2.15.0 PYTHON=python3.13
+# it downloads gigabytes: outside of the CPU builds torch comes with CUDA. torch 2.11 wants an older
+# setuptools than later ones
 TORCH ?= 2.15.0
 OTHER := build/torch-$(TORCH)-$(notdir $(PYTHON))
 test-torch:
 	$(PYTHON) -m venv $(OTHER)
-	grep -v '^torch==' constraints.txt > $(OTHER)/constraints.txt
+	grep -v -E '^(torch|setuptools)==' constraints.txt > $(OTHER)/constraints.txt
 	$(OTHER)/bin/python -m pip install --quiet --constraint $(OTHER)/constraints.txt \
 		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==$(TORCH)
-	$(OTHER)/bin/python -m pip install --quiet --constraint $(OTHER)/constraints.txt --editable '.[dev,hf]'
-	$(OTHER)/bin/python -m pytest --numprocesses 2 --dist worksteal -m "not process" tests/laws
+	$(OTHER)/bin/python -m pip install --quiet --constraint $(OTHER)/constraints.txt \
+		--editable '.[dev,integrations]'
+	$(OTHER)/bin/python -m pytest --numprocesses 4 --dist worksteal -m "not again"
 
 # the bits of the GPU's kernels, by Triton's interpreter: about 300 MB to download, so not in `dev`
 kernels: $(VENV)/dev.done

@@ -82,6 +82,8 @@ def _recv(group: Any, tensors: list[Tensor], sender: int, tag: int = 0) -> Parce
 
 threaded.ProcessLocalGroup.send = _send
 threaded.ProcessLocalGroup.recv = _recv
+# torch 2.15 asks it for `supports_coalescing` before it sends a batch, 2.13 only a group of torch's
+threaded.ProcessLocalGroup._get_backend = lambda group, device: group
 _reset = threaded.ProcessLocalGroup.reset
 threaded.ProcessLocalGroup.reset = _end_world
 threaded.ProcessLocalGroup._post = Post()
