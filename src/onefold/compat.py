@@ -1,8 +1,9 @@
 """What torch 2.11 to 2.15 call by different names, or lack. No other file chooses between these.
 
 torch 2.11 and 2.12   older names of three collectives, and no rule for `detach_` of a DTensor
-torch 2.11            no rule for `is_pinned` of a DTensor, no time limit in the launcher, and no
-                      exchange of bytes between storages
+torch 2.11            no rule for `is_pinned` of a DTensor, no time limit in the launcher, no
+                      exchange of bytes between storages, and another name of the function by which
+                      stages of a pipeline learn shapes
 """
 
 from __future__ import annotations
@@ -55,6 +56,10 @@ def _first(owner: Any, *names: str) -> str:
 
 
 NAMES = Names.from_package(torch)
+
+LEARN_SHAPES = {"_forward_metadata_inference", "_shape_inference"}
+"""Functions of a pipeline's stage that run its module on memory without values, to learn shapes: of
+torch 2.12 and later, and of 2.11."""
 
 
 def known_fields(kind: Callable[..., Any], **fields: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, schedules
 from torch.distributed.pipelining import stage as stages
 
 import onefold
+from onefold.compat import LEARN_SHAPES
 from onefold.engine import pipelined
 from onefold.engine.driving import Verb
 from onefold.engine.registry import engine_of
@@ -254,7 +255,7 @@ def test_bad_input_ends_in_the_same_error_on_every_rank():
 def test_the_names_of_torch_that_pipelines_rely_on():
     """Where one fails, see src/onefold/pipelines and engine/pipelined.py for its use."""
     assert stages.__name__ == pipelined.STAGES
-    assert callable(getattr(PipelineStage, pipelined.INFERENCE))
+    assert LEARN_SHAPES & vars(PipelineStage).keys()
     for name in (
         "clear_runtime_states", "backward_maybe_with_nosync", "perform_reduce_grad", "scale_grads",
     ):  # fmt: skip

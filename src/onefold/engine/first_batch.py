@@ -14,7 +14,8 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.hooks import RemovableHandle
 
-from onefold.engine.pipelined import INFERENCE, calling_stage
+from onefold.compat import LEARN_SHAPES
+from onefold.engine.pipelined import calling_stage
 from onefold.engine.watch import tensors_in
 from onefold.layout.model_axes import local_of
 from onefold.tier import accelerator
@@ -40,7 +41,9 @@ class _FirstBatch:
 
     @torch._disable_dynamo  # as the hooks of hooks.py
     def __call__(self, root: nn.Module, args: object, kwargs: object) -> None:
-        if self.handle is None or not torch.is_grad_enabled() or INFERENCE in calling_stage():
+        if self.handle is None or not torch.is_grad_enabled():
+            return
+        if LEARN_SHAPES.intersection(calling_stage()):
             return
         if peek_interpreter_stack() is not None:  # tensors of torch.func have no bytes
             return

@@ -20,9 +20,6 @@ SCHEDULES = "torch.distributed.pipelining.schedules"
 PIPELINE = "_onefold_pipeline"
 """The attribute of a schedule that `onefold.pipeline` drives."""
 
-INFERENCE = "_forward_metadata_inference"
-"""The function of a stage that runs its module on memory without values, to learn shapes."""
-
 TIE = "_onefold_tie"
 """The attribute of a sharded parameter that several stages of a pipeline hold: a `TiedCopy`."""
 
