@@ -89,4 +89,7 @@ def lacks() -> str:
     """Say what does not work with this torch; empty from torch 2.12 on."""
     if NAMES.swap:  # the others are new in 2.12, too
         return ""
-    return "no ring of buffers on GPUs, no Adagrad with offload, ranks are killed after 30 s"
+    return (
+        "no ring of buffers on GPUs, no Adagrad with offload, ranks are killed after 30 s, "
+        "fewer pipelines"
+    )

@@ -50,7 +50,8 @@ class StepProfile:
         """A step begins, after so many others."""
         if self._directory is not None and step == self._steps.start:
             self._write_memory = accelerator.record_memory(self._device)
-            self._running = profile(record_shapes=True, profile_memory=True)
+            # torch 2.11 warns without `acc_events`, which means nothing in one cycle
+            self._running = profile(record_shapes=True, profile_memory=True, acc_events=True)
             self._running.start()
 
     def end(self, step: int) -> None:
