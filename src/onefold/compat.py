@@ -91,5 +91,5 @@ def lacks() -> str:
         return ""
     return (
         "no ring of buffers on GPUs, no Adagrad with offload, ranks are killed after 30 s, "
-        "fewer pipelines"
+        "no pipelines in a V over gloo"
     )

@@ -41,7 +41,7 @@ def test_a_good_folder_of_format_1_is_loaded_inspected_and_exported(good, tmp_pa
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("home", ["pathlib", "pathlib._local"])
 def test_a_folder_names_its_path_as_any_python_does(home, tmp_path, monkeypatch):
-    """Python 3.13 pickles paths by another name than those before and after it."""
+    """Python 3.13 pickles paths by another name than 3.11 does."""
     named = types.ModuleType(home)
     named.PosixPath = PosixPath
     monkeypatch.setitem(sys.modules, home, named)

@@ -41,7 +41,7 @@ _METADATA_NAMES = {
     _TENSOR, _OBJECT, f"{_DCP}.filesystem._StorageInfo",
     "torch.Size", "torch.device", "torch.serialization._get_layout", "collections.OrderedDict",
     "builtins.set", "builtins.getattr",
-    # Python 3.13 has paths in pathlib._local, 3.11, 3.12 and 3.14 in pathlib
+    # Python 3.13 pickles paths as of pathlib._local, 3.11 as of pathlib
     *(f"{module}.{name}" for module in ("pathlib", "pathlib._local")
       for name in ("PosixPath", "PurePosixPath")),
 }  # fmt: skip
