@@ -13,7 +13,7 @@ import torch
 
 import onefold
 from onefold.planner.clock_executor import HOST, UNIT_CALLS
-from onefold.planner.machines import machine_of
+from onefold.planner.machines import known_machines, machine_of
 from onefold.planner.models.gpt import GPT, GPTConfig
 from onefold.planner.work import ModelWork, UnitWork, Work
 from tests.support.fresh import run_scripts
@@ -82,10 +82,16 @@ def test_a_step_takes_as_long_as_the_host_where_the_device_is_faster():
     assert timed(work, run, slow).exposed_launches == pytest.approx(0, abs=1e-2)
 
 
-def test_without_rates_the_host_takes_no_time():
+def test_with_rates_of_0_the_host_takes_no_time():
     unit = UnitWork("small", 0, Work(1e9, num_kernels=10), Work(2e9, num_kernels=20))
-    step = timed(ModelWork((unit,) * 4, 1), way(3, 1, uses_rings=False), machine_of("h100-80"))
+    machine = replace(machine_of("h100-80"), operation_seconds=0.0, call_seconds=0.0)
+    step = timed(ModelWork((unit,) * 4, 1), way(3, 1, uses_rings=False), machine)
     assert step.exposed_launches == 0
+
+
+def test_where_nobody_measured_a_host_a_plan_counts_with_the_one_that_was():
+    rates = {(each.operation_seconds, each.call_seconds) for each in known_machines().values()}
+    assert rates == {(43e-6, 1.2e-6)}
 
 
 def test_the_page_shows_the_plans_of_the_campaign():

@@ -547,7 +547,7 @@ def test_the_step_is_the_sum_of_its_parts():
     assert step is not None
     parts = (
         step.compute + step.memory + step.contention + step.exposed_gather + step.exposed_reduce
-        + step.exposed_axes + step.optimizer + step.stragglers + step.bubble
+        + step.exposed_axes + step.optimizer + step.stragglers + step.bubble + step.exposed_launches
     )  # fmt: skip
     assert step.seconds == pytest.approx(parts)
     assert step.tokens_per_s == pytest.approx(ROWS * SEQ * 4 * 2 / step.seconds)

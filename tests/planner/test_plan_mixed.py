@@ -40,10 +40,11 @@ def gpt(layers: int = 4, width: int = 64) -> nn.Module:
 
 
 def machine(name: str, speed: float = 1.0) -> Machine:
-    """A machine with a network that costs nothing."""
+    """A machine whose network and host cost nothing."""
     return Machine(
         name, {"fp32": speed * 1e12, "bf16": speed * 1e12}, speed * 1e12, 80e9,
         Link(inf, 0.0), Link(inf, 0.0), Efficiency(0.5, 0.5), kernel_seconds=0.0,
+        operation_seconds=0.0, call_seconds=0.0,
     )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ NUMEL, UNITS = MIB, 6
 PERFECT = Efficiency(matmul=1.0, attention=1.0, contention=0.0, memory=1.0)
 MACHINE = Machine(
     "test", {"bf16": 1e12}, memory_rate=1e12, memory_nbytes=80e9, inside=Link(100e9, 0.0),
-    outside=Link(10e9, 0.0), efficiency=PERFECT,
+    outside=Link(10e9, 0.0), operation_seconds=0.0, call_seconds=0.0, efficiency=PERFECT,
 )  # fmt: skip
 FAST_LINKS = replace(MACHINE, inside=Link(1e18, 0.0), outside=Link(1e18, 0.0))
 FAST_COMPUTE = replace(MACHINE, flops={"bf16": 1e24}, memory_rate=1e24)

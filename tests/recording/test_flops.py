@@ -191,6 +191,28 @@ def test_a_run_has_flops_a_second_and_the_bits_of_a_run_without():
     run_ranks(2, body)
 
 
+def test_batches_of_two_shapes_have_their_own_flops():
+    """Attention makes a token of a long row cost more than one of a short row."""
+    module, short = seeded(preset), TOKENS[:, :2]
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    onefold.shard(module, optimizer, stage=0)
+    numbers: dict[str, float] = {}
+    for _ in range(4):
+        for tokens in (TOKENS, short, short, short):
+            module(tokens).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        numbers = onefold.report(module).scalars()
+    counts = []
+    for tokens in (TOKENS, short):
+        with FlopCounter() as counter:
+            seeded(preset)(tokens)
+        counts.append(counter.flops)
+    per_token = numbers["model_flops_per_s"] / numbers["tokens_per_s"]
+    tokens_of_a_step = TOKENS.numel() + 3 * short.numel()
+    assert per_token * tokens_of_a_step == pytest.approx(counts[0] + 3 * counts[1], rel=1e-6)
+
+
 def test_a_forward_that_fails_is_counted_anew_and_no_mode_stays_on():
     module = seeded(lambda: nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8)))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)

@@ -56,7 +56,8 @@ class Machine:
     host_memory_rate: peak of a node's memory, which all its ranks share.
     kernel_seconds: host time of one kernel launch, which hides behind the kernel before.
     operation_seconds: host time of an operation of a model, with its modules and autograd.
-    call_seconds: host time of one of Onefold's own Python calls; 0: neither is known.
+    call_seconds: host time of one of Onefold's own Python calls. Both were measured on the host of
+        one H200 (docs/measurements/gpu.md), and stand for hosts that nobody measured.
     spread: standard deviation of a rank's compute time relative to its mean, for stragglers.
     source: where peaks and memory are published.
     device: a regular expression for the name by which torch knows the GPU; empty: not known.
@@ -75,8 +76,8 @@ class Machine:
     host_memory_rate: float = 410e9
     disk_rate: float = 2e9
     kernel_seconds: float = 5e-6
-    operation_seconds: float = 0.0
-    call_seconds: float = 0.0
+    operation_seconds: float = 43e-6
+    call_seconds: float = 1.2e-6
     spread: float = 0.0
     source: str = ""
     device: str = ""

@@ -27,17 +27,22 @@ STEPS = 10
 
 
 MAX_SHAPES = 8
-"""Shapes of batches whose FLOPs are counted: others take as many an element as these together."""
+"""Shapes of batches whose FLOPs are counted: others, and the first batch of a run, take as many an
+element as these together."""
 
 
 class Mark(NamedTuple):
-    """The end of a step: its number, the time, and sums since the meter began."""
+    """The end of a step: its number, the time, and sums since the meter began.
+
+    batches: forwards by the shape of their batch. others: elements of batches of other shapes.
+    """
 
     step: int
     at: float
     waited_s: float
     tokens: int
-    elements: int
+    batches: dict[torch.Size, int]
+    others: int
 
 
 class Rates(NamedTuple):
@@ -54,7 +59,8 @@ class Meter(Observer):
 
     def __init__(self) -> None:
         self._marks: deque[Mark] = deque(maxlen=STEPS + 1)
-        self._waited_s, self._tokens, self._elements = 0.0, 0, 0
+        self._waited_s, self._tokens, self._others = 0.0, 0, 0
+        self._batches: dict[torch.Size, int] = {}
         self._ledger = Ledger()  # of no module yet
         self._counts: dict[torch.Size, FlopCounter] = {}  # by the shape of a batch
         self._counting: tuple[torch.Size, FlopCounter] | None = None
@@ -82,11 +88,10 @@ class Meter(Observer):
             return None
         seconds = max(last.at - first.at, 1e-9)
         waited, tokens = last.waited_s - first.waited_s, last.tokens - first.tokens
-        per_element, dtype = self._flops_per_element()
-        flops = (last.elements - first.elements) * per_element
+        flops, dtype = self._flops_between(first, last)
         return Rates(min(1.0, waited / seconds), tokens / seconds, flops / seconds, dtype)
 
-    def _flops_per_element(self) -> tuple[float, torch.dtype]:
+    def _flops_between(self, first: Mark, last: Mark) -> tuple[float, torch.dtype]:
         counters, by_dtype = self._counts.values(), dict[torch.dtype, float]()
         if not all(counter.flops for counter in counters) or not counters:
             return 0.0, torch.float32
@@ -94,7 +99,13 @@ class Meter(Observer):
             for dtype, flops in counter.by_dtype.items():
                 by_dtype[dtype] = by_dtype.get(dtype, 0.0) + flops
         elements = max(1, sum(shape.numel() for shape in self._counts))
-        return sum(by_dtype.values()) / elements, max(by_dtype, key=by_dtype.__getitem__)
+        each = sum(by_dtype.values()) / elements
+        flops = (last.others - first.others) * each
+        for shape, forwards in last.batches.items():
+            counter = self._counts.get(shape)
+            of_batch = shape.numel() * each if counter is None else counter.flops
+            flops += (forwards - first.batches.get(shape, 0)) * of_batch
+        return flops, max(by_dtype, key=by_dtype.__getitem__)
 
     def _mark(self) -> None:
         """A step ends, or goes on after another optimizer's: note what there is up to now."""
@@ -104,7 +115,8 @@ class Meter(Observer):
         elif self._marks and step != self._marks[-1].step + 1:
             self._marks.clear()  # a load is no step
         now = time.perf_counter()
-        self._marks.append(Mark(step, now, self._waited_s, self._tokens, self._elements))
+        sums = self._waited_s, self._tokens, dict(self._batches), self._others
+        self._marks.append(Mark(step, now, *sums))
 
     @torch._disable_dynamo  # see [Note: torch.compile] in engine/hooks.py
     def count(self, _: nn.Module, args: object, kwargs: object) -> None:
@@ -122,12 +134,20 @@ class Meter(Observer):
         batch = first if first is not None else next(tensors_in((args, kwargs)), None)
         if batch is None:
             return
-        ran = self._elements > 0 or self._ledger.steps > self._ledger.loaded_steps
-        self._elements += batch.numel()
-        is_new = batch.shape not in self._counts and len(self._counts) < MAX_SHAPES
-        if is_new and ran and self._counting is None and not has_compiled():
+        ran = bool(self._batches) or self._ledger.steps > self._ledger.loaded_steps
+        is_open = self._add_batch(batch.shape) and batch.shape not in self._counts
+        if is_open and ran and self._counting is None and not has_compiled():
             self._counting, self._depth, self._thread = (batch.shape, FlopCounter()), 1, get_ident()
             self._counting[1].__enter__()
+
+    def _add_batch(self, shape: torch.Size) -> bool:
+        """Return whether batches of `shape` are told from others, once one more is noted."""
+        is_told = shape in self._batches or len(self._batches) < MAX_SHAPES
+        if is_told:
+            self._batches[shape] = self._batches.get(shape, 0) + 1
+        else:
+            self._others += shape.numel()
+        return is_told
 
     @torch._disable_dynamo
     def end_count(self, _: nn.Module, __: object, output: object) -> None:

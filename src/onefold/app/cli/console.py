@@ -147,7 +147,7 @@ def heading(job: Job, corpus: Corpus, num_parameters: int, world_size: int) -> s
 def result_lines(result: TrainResult) -> list[str]:
     """Return held-out loss, memory table and text, for people."""
     bits = result.held_out / log(2)
-    loss = f"held-out loss {result.held_out:.3f} nats per byte ({bits:.2f} bits)"
+    loss = f"held-out loss {result.held_out:.3f} ({bits:.2f} bits per byte)"
     speed = f"{result.tokens_per_s:,.0f} bytes/s for {format_seconds(result.seconds)}"
     report = [f"\nreport: {result.report}"] * bool(result.report)
     table = memory_table(result)
@@ -165,7 +165,7 @@ def memory_table(result: TrainResult) -> list[str]:
     sums, whole = [sum(map(rank.held, KINDS)) for rank in memory], sum(stage0.values())
     rows.append(("together, after a step", sums, "", whole))
     peaks = [rank.total_peak for rank in memory]
-    rows.append(("peak, no activations", peaks, predicted.ledger_nbytes if predicted else ""))
+    rows.append(("peak without activations", peaks, predicted.ledger_nbytes if predicted else ""))
     if any(tier != "device" for tiers in memory[0].tiers.values() for tier in tiers):
         rows.append(("peak of the process", [rank.resident_peak for rank in memory]))
     notes = ["expected: the closed form"]
@@ -269,7 +269,7 @@ def _generate_table(result: Generated) -> list[str]:
     for kind, word in WORDS.items():
         peaks = [rank.peak.get(kind, 0) for rank in memory]
         rows += [(word, peaks)] if any(peaks) else []
-    rows.append(("peak, no activations", [rank.total_peak for rank in memory]))
+    rows.append(("peak without activations", [rank.total_peak for rank in memory]))
     rows.append(("peak of the process", [rank.resident_peak for rank in memory]))
     notes = [f"expected: the closed form; the budget for weights was {format_bytes(result.budget)}"]
     return rank_table(
