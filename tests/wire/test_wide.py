@@ -6,6 +6,7 @@ Quantized ones have the bits of few ranks' messages, padding is counted apart.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 from threading import Lock
 
 import pytest
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import onefold
 from onefold import Wire
@@ -283,12 +285,18 @@ def test_sent_bytes_are_the_closed_form_with_padding_and_no_list_is_as_long_as_t
             assert len(value) <= max(3, len(slots)), name
 
 
-def trained(rank, stage, units, precision, wire=None):
-    """Weights, traffic and prediction after two steps of a model whose rows do not divide."""
+def trained(rank, stage, units, precision, wire=None, shape=None, shares=None):
+    """Weights, traffic and prediction after two steps of a model whose rows do not divide.
+
+    On a mesh of two axes if there is a `shape`; cut by `shares`, if there are any.
+    """
     module = seeded(lambda: nn.Sequential(nn.Linear(67, 129), nn.LayerNorm(129), nn.Linear(129, 5)))
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
-    onefold.shard(module, optimizer, stage=stage, precision=precision, wire=wire,
-                  units=[module] if units == 1 else list(module))  # fmt: skip
+    mesh = (
+        None if shape is None else init_device_mesh("cpu", shape, mesh_dim_names=("node", "rank"))
+    )
+    onefold.shard(module, optimizer, stage=stage, precision=precision, wire=wire, mesh=mesh,
+                  shares=shares, units=[module] if units == 1 else list(module))  # fmt: skip
     generator = torch.Generator().manual_seed(rank)
     for _ in range(2):
         module(torch.randn(2, 67, generator=generator)).square().sum().backward()
@@ -310,18 +318,51 @@ WIRES = [
 ]  # fmt: skip
 
 
+def as_many(monkeypatch, world_size, *how):
+    """The runs of ranks that are few, and of as many ranks that are taken for many."""
+    few = run_ranks(world_size, trained, *how)
+    with monkeypatch.context() as patch:
+        patch.setattr(message_plan, "FEW_RANKS", 1)
+        message_counts._messages_of.cache_clear()
+        many = run_ranks(world_size, trained, *how)
+    message_counts._messages_of.cache_clear()
+    return zip(few, many, strict=True)
+
+
 @pytest.mark.parametrize(("stage", "precision", "wire"), WIRES)
 def test_a_run_has_the_bits_of_one_of_few_ranks_and_its_padding_is_counted_apart(
     stage, precision, wire, monkeypatch
 ):
     for world_size in (2, 3, 5):
-        few = run_ranks(world_size, trained, stage, 1, precision, wire)
-        with monkeypatch.context() as patch:
-            patch.setattr(message_plan, "FEW_RANKS", 1)
-            message_counts._messages_of.cache_clear()
-            many = run_ranks(world_size, trained, stage, 1, precision, wire)
-        message_counts._messages_of.cache_clear()
-        for (weights, sent, _), (others, more, report) in zip(few, many, strict=True):
+        runs = as_many(monkeypatch, world_size, stage, 1, precision, wire)
+        for (weights, sent, _), (others, more, report) in runs:
             assert all(map(torch.equal, weights, others))
             assert {name: n for name, n in more.items() if "padding" not in name} == sent
             assert report.differing() == {}
+
+
+QUANTIZED = Wire(weights="int8", gradients="int4", feedback=True)
+INSIDE = replace(QUANTIZED, weights=("int8", "exact"), secondary="optimizer")
+UNEVEN = [
+    *((shape, None, stage, wire) for shape in ((2, 3), (3, 2)) for stage, wire in [
+        (3, None), (3, Wire(secondary="weights")), (2, QUANTIZED), (3, QUANTIZED), (3, INSIDE),
+        (3, replace(QUANTIZED, secondary="weights")), (1, Wire("int8-diff", gradients="int8")),
+        (3, Wire("int4+h", gradients="int4+h", secondary="gradients")),
+    ]),
+    *((None, shares, stage, wire) for shares in ((3, 0, 1), (1, 2, 0, 4, 1)) for stage, wire in [
+        (1, None), (2, None), (3, None), (2, QUANTIZED), (3, QUANTIZED),
+        (1, Wire("int8-diff", gradients="int8")),
+    ]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "shares", "stage", "wire"), UNEVEN)
+def test_uneven_rows_on_two_axes_and_ranks_of_weight_0_change_no_bit_among_many(
+    shape, shares, stage, wire, monkeypatch
+):
+    world_size = len(shares) if shape is None else shape[0] * shape[1]
+    runs = as_many(monkeypatch, world_size, stage, 1, None, wire, shape, shares)
+    for (weights, sent, _), (others, more, report) in runs:
+        assert all(map(torch.equal, weights, others))
+        assert {name: n for name, n in more.items() if "padding" not in name} == sent
+        assert report.differing() == {}
