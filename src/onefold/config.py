@@ -62,10 +62,13 @@ def stage_of(number: object) -> Stage:
     raise ConfigError('stage to be 0, 1, 2, 3 or "auto"', repr(number), hint=hint)
 
 
-def value_of(choice: object, kind: type[T], known: Mapping[str, T], name: str, hint: str) -> T:
+def value_of(
+    choice: object, kind: type[T], known: Mapping[str, T], name: str, hint: str, *,
+    guesses: bool = True,
+) -> T:  # fmt: skip
     """Return the value that None, a word of `known` or a value stands for, or raise `ConfigError`.
 
-    `hint` is for a choice that is close to no word.
+    `hint` is for a choice that is close to no word, or any with `guesses` False.
     """
     if choice is None:
         return kind()
@@ -75,7 +78,8 @@ def value_of(choice: object, kind: type[T], known: Mapping[str, T], name: str, h
         return known[choice]
     article = "an" if kind.__name__[0] in "AEIOU" else "a"
     wanted = f"{name} to be None, {', '.join(map(repr, known))} or {article} {kind.__name__}"
-    raise ConfigError(wanted, repr(choice), hint=nearest_word(choice, known) or hint)
+    guess = nearest_word(choice, known) if guesses else ""
+    raise ConfigError(wanted, repr(choice), hint=guess or hint)
 
 
 def check_word(name: str, word: object, known: Sequence[str], hint: str) -> None:
@@ -267,7 +271,8 @@ def offload_of(choice: object) -> Offload:
         paths = [path for path in choice.split(":")[1:] if path]
         return Offload(optimizer="disk", parameters="disk", disk=paths or None)
     hint = '"disk:/mnt/nvme" offloads to that folder; None keeps all state on the device'
-    return value_of(choice, Offload, OFFLOADS, "offload", hint)
+    guesses = choice not in ("gpu", "cuda", "device", "none")  # "cpu" would be the nearest word
+    return value_of(choice, Offload, OFFLOADS, "offload", hint, guesses=guesses)
 
 
 def check_offload(offload: Offload, stage: Stage) -> None:

@@ -441,6 +441,11 @@ def _refusals(rank: int, folder: Path) -> None:
             callbacks=[onefold.hf.Callback()],
         ).train()  # fmt: skip
 
+    def too_late() -> None:
+        trainer = Trainer(model=seeded(llama), args=arguments(folder), train_dataset=rows())
+        trainer.add_callback(onefold.hf.Callback())
+        trainer.train()
+
     def without_callback() -> None:
         Trainer(model=onefold.shard(llama()), args=arguments(folder), train_dataset=rows()).train()
 
@@ -464,6 +469,7 @@ def _refusals(rank: int, folder: Path) -> None:
         "after the last change of the model": before_peft,
         "tensors that the model does not have": of_another,
         "model_init": built_anew,
+        "add_callback": too_late,
         "callbacks=[onefold.hf.Callback()]": without_callback,
     }
     for text, act in found.items():

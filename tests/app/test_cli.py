@@ -19,6 +19,8 @@ from onefold.app.cli import launch
 from onefold.app.cli.arguments import one_line, real, whole
 from onefold.app.cli.main import main
 from onefold.errors import ConfigError
+from onefold.planner.models.gpt import PRESETS
+from onefold.planner.models.loader import published
 from tests.support.commands import begin, onefold, torchrun
 from tests.support.forking import HANG_S
 from tests.support.rows import again_but
@@ -211,6 +213,13 @@ def test_a_reader_that_has_left_ends_ranks_too(arguments, unread, step_device):
 
 
 # help
+
+
+def test_help_names_every_model_that_needs_no_file(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    shown = " ".join(capsys.readouterr().out.split()).replace("- ", "-")
+    assert not [name for name in (*PRESETS, *published()) if name not in shown]
 
 
 def test_help_lists_the_flags_of_train_in_groups_and_examples_on_lines_of_their_own(capsys):

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import onefold
+from onefold.app.generate import sources
 from onefold.app.generate.tokens import one_line
 from onefold.app.tools.machine import checks, describe
 from onefold.app.tools.parity import difference
@@ -299,6 +300,39 @@ def test_a_config_that_cannot_train_on_bytes_is_refused(tmp_path, config, messag
     path.write_text(config)
     with pytest.raises(ConfigError, match=message):
         build_model(str(path), 64)
+
+
+def test_encoders_are_the_types_of_transformers_that_see_the_next_token():
+    transformers = pytest.importorskip("transformers")
+    auto = transformers.models.auto.modeling_auto
+    types = {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} & {*auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES}
+    configs = [transformers.AutoConfig.for_model(kind) for kind in types]
+    assert {
+        c.model_type for c in configs
+        if not c.is_encoder_decoder and getattr(c, "is_decoder", True) is False
+    } == sources.ENCODERS  # fmt: skip
+
+
+@pytest.mark.parametrize("command", [sources.check_trained, sources.opened])
+def test_an_encoder_neither_trains_on_the_next_byte_nor_generates(command, tmp_path):
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    shape = {"model_type": "bert", "vocab_size": 256}
+
+    def says(**more):
+        path.write_text(json.dumps(shape | more))
+        if command is sources.check_trained:
+            command(str(path), 32)
+        else:
+            with command(str(path)):
+                pass
+
+    with pytest.raises(ConfigError, match="bert, an encoder"):
+        says()
+    with pytest.raises(ConfigError, match="bert, an encoder"):
+        says(architectures=["BertModel"])
+    says(is_decoder=True)
+    says(architectures=["BertLMHeadModel"])
 
 
 def test_a_hugging_face_config_becomes_a_model_with_logits(tmp_path):

@@ -104,6 +104,12 @@ def test_a_misspelt_precision_is_answered_with_the_right_one():
         onefold.shard(Tower(), precision="bf61")
 
 
+@pytest.mark.parametrize("choice", ["gpu", "cuda"], ids=["short", "long"])
+def test_the_device_is_no_offload_and_not_taken_for_the_cpu(choice):
+    with refused(onefold.ConfigError, repr(choice), "None keeps all state on the device"):
+        onefold.shard(Tower(), offload=choice)
+
+
 @pytest.mark.parametrize("field", ["compute", "master", "reduce", "buffers"])
 def test_a_precision_of_something_that_is_no_float_dtype_is_refused(field):
     for dtype in ("bf16", torch.int8, 16):

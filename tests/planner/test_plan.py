@@ -747,7 +747,7 @@ def test_a_plan_is_json():
     for row in got["rows"]:
         assert sum(row["device_nbytes"].values()) == row["nbytes"]["device"]
         assert row["tokens_per_s"] > 0
-        assert row["bound"] in ("compute", "memory", "link", "host link", "disk")
+        assert row["bound"] in ("compute", "memory", "link", "host", "host link", "disk")
 
 
 def test_any_loss_will_do_and_what_it_makes_counts_with_the_logits():

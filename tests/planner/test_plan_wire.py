@@ -235,7 +235,8 @@ def two_nodes(**options: Any) -> Cluster:
 
 
 def test_on_several_nodes_a_plan_takes_an_exact_wire_and_tells_of_the_others():
-    made = plan("tiny", cluster=two_nodes(machine="a100-40"), seq=32, stage=3, offload=None)
+    machine = replace(machine_of("a100-40"), operation_seconds=0.0, call_seconds=0.0)
+    made = plan("tiny", cluster=two_nodes(machine=machine), seq=32, stage=3, offload=None)
     assert made.best is not None
     assert not made.best.wire.is_lossy
     assert [row.wire.name for row in made.wires] == list(PRESETS)
@@ -318,7 +319,7 @@ def test_the_plan_on_the_page_is_what_a_plan_tells():
     """With `pytest -s` this prints the block as it should be."""
     page = Path(onefold.__file__).parents[2].joinpath("docs", "measurements", "wire.md").read_text()
     where = Cluster(ranks=8, nodes=4, machine="h100-80")
-    made = plan("small", cluster=where, seq=1024, batch=8, precision="bf16", stage=3, offload=None)
+    made = plan("large", cluster=where, seq=1024, batch=8, precision="bf16", stage=3, offload=None)
     block = "\n".join(["```text", *wire_lines(made.wires, made.taken, made.numel)[1:], "```"])
     print(block)
     assert f"<!-- plan: begin -->\n{block}\n<!-- plan: end -->" in page

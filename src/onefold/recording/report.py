@@ -135,8 +135,10 @@ class Report:
         if not off:
             wanted, got = self.predicted["all"], self.memory_peak
             peak = format_bytes(wanted)
+            tiers = {tier for of_kind in self.memory.values() for tier in of_kind}
+            besides = " besides disk" * ("disk" in tiers)
             if wanted <= (1 + TOLERANCE) * got:
-                return f"predicted {peak} at the peak: within 5 %, each kind too"
+                return f"predicted {peak} at the peak{besides}: within 5 %, each kind too"
             surplus = {k: self.predicted.get(k, 0) - self._peak(k) for k in UPPER_BOUNDS}
             kind = max(surplus, key=surplus.__getitem__)
             why = f"{kind} needed less, as {UPPER_BOUNDS[kind]}"
@@ -144,7 +146,7 @@ class Report:
                 why = "kinds peaked at different moments, as messages ended early"
             if self.steps == 1 and self.nbytes("optimizer"):
                 why = "the first backward runs without optimizer states"
-            return f"predicted at most {peak}, held {format_bytes(got)}: {why}"
+            return f"predicted at most {peak}, held {format_bytes(got)}{besides}: {why}"
         pairs = {kind: tuple(map(format_bytes, pair)) for kind, pair in off.items()}
         kinds = ", ".join(f"{kind} {wanted} but {got}" for kind, (wanted, got) in pairs.items())
         return f"predicted peaks are more than 5 % off: {kinds}"

@@ -63,7 +63,7 @@ class Peers:
         Ticket([Message(self, [work], agreeing, label)], label=label).wait()
         if most[0] != ~most[1]:
             here = Message(self, [], lane, label).waiting
-            place = f"{self.roll_call.place_of(here)} (message {lane.issued} of its phase)"
+            place = f"{self.roll_call.place_of(here)}, after {lane.issued} messages"
             line = bytearray(place.encode()[:_PLACE_NBYTES].ljust(_PLACE_NBYTES))
             text = torch.frombuffer(line, dtype=torch.uint8)
             places = [

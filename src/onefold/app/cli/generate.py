@@ -56,8 +56,8 @@ def add_to(commands: SubParsers) -> None:
     add = add_command(commands, "generate", run_generate, summary, DESCRIPTION)
     # fmt: off
     add("--model", required=True, metavar="DIR|config.json|NAME", help="a folder of safetensors "
-        "files, or a checkpoint; a Hugging Face config.json, a preset or module:function: random "
-        "weights")
+        "files, or a checkpoint; a Hugging Face config.json, a preset of `onefold train` or "
+        "module:function: random weights")
     add("--prompt", required=True, metavar="TEXT|-", help="the text to continue; -: read it from "
         "stdin")
     add("--rest", type=packing, metavar="int8|int4", help="quantize the stored matrices "

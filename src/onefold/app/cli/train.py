@@ -59,9 +59,10 @@ def add_to(commands: SubParsers) -> None:
     memory("--precision", help="fp32, bf16 or fp16 compute; masters and sums stay fp32 (default: "
         "the parameters' own)")
     task("--model", default=DEFAULTS.model, metavar="NAME|DIR|config.json|module:function",
-        help="tiny, mini, small, large (0.9, 5, 57, 1000 M parameters); a folder of safetensors "
-        "files, trained from its weights; a Hugging Face config, from random ones; or a function "
-        "that returns a module from byte tokens to logits")
+        help="tiny, mini, small, large (0.9, 5, 57, 1000 M parameters), llama-8b, llama-70b, "
+        "mixtral-8x7b, qwen3-30b-a3b; a folder of safetensors files, trained from its weights; a "
+        "Hugging Face config, from random ones; or a function that returns a module from byte "
+        "tokens to logits")
     task("--dtype", metavar="fp32|bf16|fp16", help="dtype of the weights; masters of narrow ones "
         "are fp32 (default: that of the configuration, else fp32)")
     task("--data", metavar="DIR", help="folder of text files (default: the standard library)")

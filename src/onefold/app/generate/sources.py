@@ -28,6 +28,7 @@ from onefold.planner.models.loader import (
     DtypeWord,
     build_model,
     check_config,
+    config_path,
     described,
     dtype_of,
     is_config,
@@ -40,6 +41,14 @@ CONFIG = "config.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model",
               "vocab.json", "vocab.txt")  # fmt: skip
 """Files that say that a folder has a tokenizer."""
+
+ENCODERS = frozenset({
+    "bert", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert",
+    "reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta",
+    "xlm-roberta-xl", "xmod",
+})  # fmt: skip
+"""Types of models of transformers 5.23 that see the tokens after the one that they would predict,
+unless their configuration or their class says otherwise."""
 
 LONGEST = 1024
 """Tokens that a preset without weights has positions for."""
@@ -92,10 +101,12 @@ def check_trained(model: str, seq: int) -> None:
     path = Path(model)
     if not path.is_dir():
         refuse(model, seq)
+        if is_config(model):
+            _refuse_encoder(config_path(model))
         return
     if not any(path.glob("*.safetensors")) or is_checkpoint(path):
         raise _without_weights(model, "safetensors files")
-    if _of_files(model).config is not None:
+    if _of_files(model).config is not None:  # no encoder
         refuse(model, seq)
         return
     longest = _byte_gpt(path).positions.num_embeddings
@@ -144,16 +155,28 @@ def _of_files(model: str) -> ModelSource:
     if is_folder:
         _check_files(path)
     if has_config:
-        check_config(config)
+        _refuse_encoder(config)
     if is_folder or has_config:
         return ModelSource(model, config if has_config else None, path if is_folder else None)
     if model not in PRESETS and ":" not in model:
-        known = f"a folder of weights, a {CONFIG}, {', '.join(PRESETS)} or module:function"
+        names = ", ".join([*PRESETS, *published()])
+        known = f"a folder of weights, a {CONFIG}, {names} or module:function"
         got = f"{model!r}, which is {'a file' if path.exists() else 'not there'}"
         hint = "name the folder that holds the safetensors files"
         raise ConfigError(f"--model to be {known}", got, hint=hint)
     refuse(model, LONGEST)
     return ModelSource(model, None, None)
+
+
+def _refuse_encoder(path: Path) -> None:
+    """Raise `ConfigError` for a config.json of an encoder, or of no model."""
+    config = check_config(path)
+    classes = str(config.get("architectures"))
+    writes = config.get("is_decoder") or "ForCausalLM" in classes or "LMHeadModel" in classes
+    if config["model_type"] in ENCODERS and not writes:
+        wanted = f"a model that continues text in {str(path)!r}"
+        hint = "an encoder sees the next token: train it in a loop of your own, with onefold.shard"
+        raise ConfigError(wanted, f"{config['model_type']}, an encoder", hint=hint)
 
 
 def _check_files(folder: Path) -> None:
