@@ -15,7 +15,7 @@ import onefold
 from onefold.config import Precision
 from tests.support.calls import OWN, CallCounter
 from tests.support.programs.blocks import Chain
-from tests.support.ranks import run_ranks, seeded
+from tests.support.ranks import run_processes, run_ranks, seeded
 from tests.support.rows import again_but
 
 MOST_PASSES = 4
@@ -91,6 +91,28 @@ def test_forward_and_backward_make_few_python_calls_for_a_unit(stage, num_layers
         return int(run_ranks(3, body)[0])
 
     assert (calls(8) - calls(4)) / 4 <= most
+
+
+def _visit(rank: int, stage: int) -> None:
+    module = seeded(stack, 4, 3)
+    optimizer = torch.optim.AdamW(module.parameters())
+    onefold.shard(module, optimizer, stage=stage)
+
+    def step() -> None:
+        module(torch.full((2, 4), float(rank))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    counter = CallCounter(every_thread=True)
+    for _ in range(3):
+        step()
+    assert counter.of(step).summary()["own files"] <= 42
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_step_visits_at_most_42_files(stage):
+    run_processes(2, _visit, stage)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])

@@ -376,6 +376,14 @@ def test_the_tree_of_the_house_names_every_room():
     assert named <= rooms, "rooms of docs/design.md that are gone"
 
 
+def test_every_decision_is_named_where_it_was_taken():
+    """A reader of the code finds the reasons: each ADR stands in the head of a file."""
+    files = [*(ROOT / "src").rglob("*.py"), ROOT / "pyproject.toml"]
+    named = {n for path in files for n in re.findall(r"\b0\d{3}\b", path.read_text())}
+    decisions = {path.name[:4] for path in (ROOT / "docs" / "adr").glob("0*.md")}
+    assert decisions - named == set()
+
+
 def test_every_public_name_is_in_the_reference():
     pages = [path.read_text() for path in sorted((ROOT / "docs" / "reference").glob("*.md"))]
     named = re.findall(r"^::: onefold\.(\w+)$", "\n".join(pages), re.M)

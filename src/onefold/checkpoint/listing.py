@@ -1,5 +1,7 @@
 """What a checkpoint holds: names, shapes and places. They are compared, and none is believed.
 
+Its format is that of docs/adr/0007.
+
 Each rank has written two files. `rank-00000.safetensors` has its tensors and pieces of tensors, one
 after the other. Under DCP_SHARDING_INFO its header says where each piece begins, in the form that
 torch's `HuggingFaceStorageReader` reads, and the shape of the whole tensor. `rank-00000.json` has

@@ -3,7 +3,7 @@
 A conversion of transformers runs once, on `Mosaic`s: tensors without values that know of which
 boxes of which sources they are made. Joining, cutting, transposing and reshaping move boxes;
 everything else is refused (`NotBoxes`). The same boxes serve both directions: rows of a result are
-read from rows of files, and own rows are written to theirs.
+read from rows of files, and own rows are written to theirs. See docs/adr/0035.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from onefold.unit.parameter import UnitParameter
 def show_whole(module: nn.Module, engine: Engine) -> None:
     """Let `module.state_dict()` gather adapters: a collective, if there are any.
 
-    Rank 0 may have them whole already; see `Engine.ask_of_adapters`.
+    Rank 0 may have them whole already; see `Engine.are_adapters_known`.
     """
     alive = ref(engine)
 

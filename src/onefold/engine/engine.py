@@ -32,6 +32,7 @@ from onefold.engine.schedule import Schedule
 from onefold.engine.structure import follow
 from onefold.engine.walks import Call, Phase
 from onefold.engine.watch import announce_end, in_backward, recomputes, tensors_in, watch_outputs
+from onefold.layout.module_tree import parameter_keys
 from onefold.recipe import Recipe
 from onefold.unit import refusals
 from onefold.unit.context import Context
@@ -70,8 +71,9 @@ class Engine:
         self.by_sharded = {id(p.sharded): p for unit in units for p in unit.parameters}
         self._index: dict[object, int] = {unit: index for index, unit in enumerate(units)}
         self.companions = Companions()  # averages and islands
-        self._is_torn = self._is_checked = False  # torn: a backward failed after it stepped units
-        self._has_failed = False  # a backward, and nothing has ended it yet
+        self._is_torn = False  # a backward failed after it stepped units
+        self._has_failed = self._is_checked = False  # a backward, and nothing has ended it yet
+        self.may_capture = context.store.device.type != "cpu"
 
     # drivers
 
@@ -145,7 +147,8 @@ class Engine:
     def prepare(self) -> None:
         """Weights are about to be used: end whatever failed, follow the module and gradients."""
         self.end_failed()
-        captured.begin_forward(self)
+        if self.may_capture:
+            captured.begin_forward(self)
         for stepper in list(self.executor.steppers):
             stepper.recover()
         self._follow()
@@ -160,7 +163,9 @@ class Engine:
 
     def _follow(self) -> None:
         if not self._is_checked and not self.is_unsharded:
-            follow(self)
+            module = self.module()
+            if module is not None and parameter_keys(module) != self.by_sharded.keys():
+                follow(self)
             self._is_checked = True
             may_be_stage = STAGES in sys.modules and not self.schedule.driven.walks_apart
             self.is_undriven = may_be_stage and warn_undriven(self.policy)
@@ -181,8 +186,7 @@ class Engine:
         """A module that uses unit `index` starts: its weights are unsharded on return."""
         phase = self._phase()
         if self.schedule.forward_depth == 0 and phase is not Phase.BACKWARD:
-            # a part of the module is called, not the root
-            self.prepare() if self.schedule.is_backward else self._follow()
+            self.prepare() if self.schedule.is_backward else self._follow()  # no root is called
         call, actions = self.schedule.enter(index, phase)
         call.note_edits(self.units[index].edits.at_rest())
         self.executor.do(actions)
@@ -337,7 +341,8 @@ class Engine:
         if is_early and hooks.begin_step(stepper.held, self.units, schedule):
             return
         self.end_failed()
-        captured.begin_step(self, stepper.optimizer)
+        if self.may_capture:
+            captured.begin_step(self, stepper.optimizer)
         stepped = self.executor.take_stepped(stepper)
         self.marks.begin("step")
         self.rest()
@@ -374,10 +379,6 @@ class Engine:
         self.facts.shares.append((recipe, context.rank))
         if self.saved is not None:
             self.saved.keep([unit.weight.tensor for unit in self.units])
-
-    def ask_of_adapters(self, are_known: Callable[[], bool]) -> None:
-        """Send no adapters for a state dict while `are_known` says that rank 0 has them whole."""
-        self.are_adapters_known = are_known
 
     def add(self, units: list[Unit]) -> None:
         """Run more units, of parameters that joined the module; nothing is unsharded now."""

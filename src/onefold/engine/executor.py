@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import (
 )
 
 from onefold.engine.driving import Action, Verb
-from onefold.engine.forward_threads import current_forward
+from onefold.engine.forward_threads import OF_THREAD
 from onefold.engine.gradient_hooks import GradientHooks
 from onefold.engine.policy import UnitFacts
 from onefold.engine.schedule import Schedule
@@ -78,7 +78,7 @@ class Executor:
             with _disable_current_modes():
                 self.do(actions)
             return
-        thread = current_forward()
+        thread = OF_THREAD.forward
         if thread is not None:
             thread.ask(partial(self._execute, actions))
         elif peek_interpreter_stack() is None:  # no transform of torch.func

@@ -45,7 +45,7 @@ class ForwardThread(Thread):
         self._context, self._enter = copy_context(), _settings()
 
     def run(self) -> None:
-        _CURRENT.forward = self
+        OF_THREAD.forward = self
         self._go.acquire()
         try:
             if not self._is_ending:
@@ -117,16 +117,12 @@ def thread_of(forward: Callable[[], Any]) -> Iterator[ForwardThread]:
         thread.end()
 
 
-class _Current(local):
+class _OfThread(local):
     forward: ForwardThread | None = None
 
 
-_CURRENT = _Current()
-
-
-def current_forward() -> ForwardThread | None:
-    """Return the forward that this thread runs; None outside of them."""
-    return _CURRENT.forward
+OF_THREAD = _OfThread()
+"""Has the `forward` that this thread runs; None outside of them."""
 
 
 def _settings() -> Callable[[ExitStack], None]:

@@ -1,7 +1,7 @@
 """Which files each program writes, and at which keys their contents are put.
 
 A program is a row of `PROGRAMS`. Arranging finds weights and optimizers in the keys by itself, so
-keys are only names for what comes back as `extra`.
+keys are only names for what comes back as `extra`. See docs/adr/0036.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Stages 1 and 2 put the parameters of a group one after the other, in the order of `param_shapes`,
 and cut the flat tensor in as many parts as ranks. The file of the last rank lacks its padding.
 Stage 3 cuts each parameter by itself: every rank has ceil(numel / ranks) elements of it, the last
-ones padded.
+ones padded. See docs/adr/0037.
 """
 
 from __future__ import annotations

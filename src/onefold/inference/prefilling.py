@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from onefold.engine.engine import Engine
-from onefold.engine.forward_threads import current_forward, thread_of
+from onefold.engine.forward_threads import OF_THREAD, thread_of
 from onefold.engine.registry import find_engine
 from onefold.errors import ConfigError
 
@@ -130,6 +130,6 @@ def _units_of(engine: Engine, block: nn.Module) -> frozenset[int]:
 
 
 def _halt(*_: object) -> None:
-    thread = current_forward()
+    thread = OF_THREAD.forward
     assert thread is not None, "the module runs inside prefill alone"
     thread.halt()

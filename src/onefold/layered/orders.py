@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_map_only
 from onefold.engine.driving import Drive
 from onefold.engine.engine import Engine
 from onefold.engine.first_batch import has_dropout
-from onefold.engine.forward_threads import ForwardThread, current_forward, thread_of
+from onefold.engine.forward_threads import OF_THREAD, ForwardThread, thread_of
 from onefold.engine.watch import now
 from onefold.errors import StateError
 from onefold.tier import accelerator
@@ -365,7 +365,7 @@ def _cut_at_block(
 
     `value`: before a block its keyword arguments, after it its outputs.
     """
-    thread = current_forward()
+    thread = OF_THREAD.forward
     if thread is None:
         return None
     side, name = at.split(" ", 1)

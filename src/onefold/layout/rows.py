@@ -7,7 +7,7 @@
 Each parameter is one region of the full buffer, in its own memory order; layout/cut.py decides
 which piece of it each rank holds. In the shard buffer a piece is one flat slice: one fused
 optimizer call, one block on disk, and the local tensor of a DTensor. Pieces may have any length,
-also none. A parameter without dimensions is replicated. See docs/adr/0001 and 0015.
+also none. A parameter without dimensions is replicated. See docs/adr/0001, 0002 and 0015.
 """
 
 from __future__ import annotations

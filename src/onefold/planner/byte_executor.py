@@ -1,4 +1,7 @@
-"""Execute a schedule's actions on byte counters: the counterpart of engine/executor.py."""
+"""Execute a schedule's actions on byte counters: the counterpart of engine/executor.py.
+
+It says what the engine does a second time; docs/adr/0020 has what that saves.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,7 @@
-"""The ranks that take part, and their collectives: of `torch.distributed`, or by lanes."""
+"""The ranks that take part, and their collectives: of `torch.distributed`, or by lanes.
+
+Values that should be equal travel only where a digest differs: docs/adr/0039.
+"""
 
 from __future__ import annotations
 

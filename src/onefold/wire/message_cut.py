@@ -43,12 +43,13 @@ class TightChunks:
         self._chunk_numels = [[*m, sum(s)] for m, s in zip(medium, small, strict=True)]
         self.numels = [*map(sum, self._chunk_numels)]
         self.spans = Ranges.ending_at([*accumulate(self.numels, initial=0)])
+        self._chunks = [slice(*span) for span in self.spans]
         self._small_spans = Ranges.ending_at([*accumulate(map(sum, small), initial=0)])
 
     def pack_own(self, packed: Tensor, full: Tensor, rows: Sequence[Tensor | None] = ()) -> None:
         """Copy own pieces of the flat `full`, or own `rows` of all regions, to the own chunk."""
         plan, rank = self._plan, self._plan.rank
-        chunk = packed[slice(*self.spans[rank])]
+        chunk = packed[self._chunks[rank]]
         if rows:
             own = cast("list[Tensor]", rows)
             if own[0].dtype == chunk.dtype:
@@ -113,7 +114,7 @@ class TightChunks:
 
     def _parts(self, rank: int, packed: Tensor) -> list[Tensor]:
         """A rank's pieces of medium regions, then all of small ones."""
-        chunk = packed[slice(*self.spans[rank])]
+        chunk = packed[self._chunks[rank]]
         if not self._plan.medium:
             return [chunk]
         return list(chunk.split_with_sizes(self._chunk_numels[rank]))

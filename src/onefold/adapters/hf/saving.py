@@ -218,7 +218,7 @@ class WholeWeights:
         if whole is None:
             whole = module.__dict__[WHOLE] = WholeWeights(module, folder)
             module.register_state_dict_post_hook(partial(whole.show))  # torch marks the hook
-            engine_of(module).ask_of_adapters(whole.is_current)
+            engine_of(module).are_adapters_known = whole.is_current
             if callable(getattr(module, "save_pretrained", None)):
                 module.__dict__["save_pretrained"] = whole.save_pretrained
         whole._folder = folder / _FOLDER
