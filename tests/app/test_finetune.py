@@ -18,18 +18,25 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from onefold.app.cli.arguments import Parser
 from onefold.app.cli.config_file import COPY
+from onefold.app.cli.finetune import add_to, job_of
 from onefold.app.cli.main import main
 from onefold.app.finetune.merge import merge_adapter
+from onefold.app.finetune.progress import FinetuneObserver
 from onefold.app.finetune.row_file import open_rows
+from onefold.app.finetune.tuning import FinetuneResult, finetune, preflight
 from onefold.errors import CheckpointError, ConfigError
 from onefold.recording.page import read_report
+from onefold.wire.collectives import Group
+from onefold.wire.world import World
 from tests.support.commands import begin
 from tests.support.commands import onefold as command
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
-pytest.importorskip("trl")
+datasets = pytest.importorskip("datasets")
+trl = pytest.importorskip("trl")
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*")
 """transformers 5.23 renames what PEFT and TRL still use."""
@@ -174,6 +181,7 @@ def work(made: Path, tmp_path: Path) -> Path:
     ):
         texts = (json.dumps(row(a["content"], b["content"])) for a, b in chats)
         (tmp_path / f"{name}.jsonl").write_text("\n".join(texts))
+    (tmp_path / "few.jsonl").write_text("\n".join(lines[:60]))
     return tmp_path
 
 
@@ -329,34 +337,58 @@ def test_a_run_tunes_by_its_file_and_again_by_its_copy(work):
     assert all(torch.equal(value, again[name]) for name, value in wanted.items())
 
 
-@pytest.mark.process
-@pytest.mark.again(
-    "tests/app/test_finetune.py::test_adapters_on_a_quantized_base_are_saved_and_merged"
-)
-def test_texts_train_at_the_losses_of_plain_trl(work):
-    """One rank, all weights, packed or not."""
-    found = result_of(work, "--data", "text.jsonl", "--out", "out", "--steps", "3", "--ranks", "1",
-                      "--held-out", "0")  # fmt: skip
-    import datasets
-    import trl
+def tuned(work: Path, *flags: str) -> FinetuneResult:
+    """What the command does on one rank, here in this process."""
+    parser = Parser()
+    add_to(parser.add_subparsers())
+    words = ("--model", str(work / "model"), "--out", str(work / "tuned"), *SMALL, *flags)
+    job = job_of(parser.parse_args(["finetune", *words]))
+    world = World(Group.from_handle(None), torch.device("cpu"))
+    return finetune(job, preflight(job), world, FinetuneObserver())
 
-    rows = open_rows(work / "text.jsonl")
-    train, _ = rows.split(0, 0)
+
+@pytest.mark.parametrize(
+    ("data", "flags", "options"),
+    [
+        pytest.param("text", (), {}, id="text"),
+        pytest.param("text", ("--packing",), {"packing": True}, id="packed text"),
+        pytest.param("pairs", (), {}, id="pairs"),
+        pytest.param("pairs", ("--packing",), {"packing": True}, id="packed pairs"),
+        pytest.param("few", (), {"assistant_only_loss": True}, id="chats"),
+        pytest.param(
+            "few", ("--packing",), {"assistant_only_loss": True, "packing": True}, id="packed chats"
+        ),
+        pytest.param("few", (), {}, id="chats without marks in the template"),
+    ],
+)
+def test_rows_of_each_kind_train_at_the_losses_of_plain_trl(work, data, flags, options, request):
+    """One rank, all weights. TRL by itself takes the loss of pairs on completions alone."""
+    if "without marks" in request.node.callspec.id:
+        source = (work / "model").resolve()
+        (work / "model").unlink()
+        shutil.copytree(source, work / "model")
+        template = work / "model" / "chat_template.jinja"
+        marked = template.read_text()
+        template.write_text(re.sub(r"{% (end)?generation %}", "", marked))
+        assert template.read_text() != marked
+    rows = open_rows(work / f"{data}.jsonl")
+    found = tuned(work, "--data", str(rows.path), "--steps", "3", "--held-out", "0", *flags)
     args = trl.SFTConfig(
         str(work / "plain"), max_steps=3, per_device_train_batch_size=2, learning_rate=3e-3,
         lr_scheduler_type="cosine_warmup_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": 0.1},
         warmup_steps=0.03, max_length=48, logging_steps=1, bf16=False, use_cpu=True,
         save_strategy="no", report_to="none", disable_tqdm=True, seed=0,
-        gradient_checkpointing=False,
+        gradient_checkpointing=False, **options,
     )  # fmt: skip
     trainer = trl.SFTTrainer(
         transformers.AutoModelForCausalLM.from_pretrained(work / "model"), args=args,
-        train_dataset=datasets.Dataset.from_list(list(rows.read_rows(train))),
+        train_dataset=datasets.Dataset.from_list(list(rows.read_rows(rows.split(0, 0)[0]))),
         processing_class=transformers.AutoTokenizer.from_pretrained(work / "model"),
     )  # fmt: skip
     trainer.train()
     wanted = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert found["losses"] == pytest.approx(wanted, rel=1e-6)
+    assert len(wanted) == 3
+    assert found.losses == pytest.approx(wanted, rel=1e-6)
 
 
 @pytest.mark.process
