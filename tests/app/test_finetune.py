@@ -252,7 +252,7 @@ def test_adapters_on_a_quantized_base_are_saved_and_merged(work):
     """From meta: no rank holds the base whole, and PEFT opens the adapter."""
     found = result_of(
         work, "--data", "chats.jsonl", "--out", "tuned", "--steps", "4", "--lora", "2", "--merge",
-        "--stage", "3", "--rest", "int8", "--lr", "1e-2", "--report", "out", "--profile", "out",
+        "--stage", "3", "--rest", "int4", "--lr", "1e-2", "--report", "out", "--profile", "out",
     )  # fmt: skip
     traces = ["profile-rank0.json.gz", "profile-rank1.json.gz"]
     written = sorted(path.name for path in (work / "out").iterdir())
