@@ -265,9 +265,15 @@ def test_adapters_on_a_quantized_base_are_saved_and_merged(work):
     before, after = found["held_out"]
     assert after < before
     assert found["way"]["stage"] == 3
-    assert found["num_trained"] < found["num_parameters"] / 10
-    assert all(rank["total_peak"] <= found["way"]["peak_nbytes"] for rank in found["memory"])
     base = transformers.AutoModelForCausalLM.from_pretrained(work / "model")
+    numel = sum(p.numel() for p in base.parameters())
+    packed = sum(m.weight.numel() for m in base.modules() if isinstance(m, torch.nn.Linear))
+    assert 0 < found["num_trained"] < numel / 10
+    assert found["num_parameters"] == numel + found["num_trained"]
+    wide = found["num_parameters"] - packed
+    weight_nbytes = (4 * wide + packed / 2 + 4 * packed / 256) / 2  # a scale for 256 weights
+    assert [rank["now"]["weight"] for rank in found["memory"]] == [weight_nbytes] * 2
+    assert all(rank["total_peak"] <= found["way"]["peak_nbytes"] for rank in found["memory"])
     adapted = peft.PeftModel.from_pretrained(base, work / "tuned").merge_and_unload()
     merged = transformers.AutoModelForCausalLM.from_pretrained(work / "tuned-merged")
     state = merged.state_dict()

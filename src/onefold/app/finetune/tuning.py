@@ -165,14 +165,19 @@ def _heading(
     job: FinetuneJob, rows: RowFile, way: Way, module: nn.Module, world: World,
     observer: FinetuneObserver,
 ) -> None:  # fmt: skip
-    numel = sum(p.numel() for p in module.parameters())
-    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    numel, trained = _numels(module)
     share = f", {trained:,d} of them trained" if trained < numel else ""
     ranks = f"{world.world_size} rank{'s' * (world.world_size > 1)}"
     observer.noted(
         f"{job.model}: {numel:,d} parameters{share}, over {ranks}; {way.line}; "
         f"{len(rows.places):,d} rows of {job.data}"
     )
+
+
+def _numels(module: nn.Module) -> tuple[int, int]:
+    """Count the parameters of a model before a frozen base is packed, and the trained ones."""
+    parameters = list(module.parameters())
+    return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
 
 
 @dataclass(slots=True)
@@ -188,11 +193,13 @@ class _Run:
     observer: FinetuneObserver
     folder: str  # for files of this rank
     answers: list[str] = field(default_factory=list)
+    numels: tuple[int, int] = (0, 0)  # of all parameters, and of the trained ones
 
     def train(self) -> FinetuneResult:
         from onefold.app.train.checkpoints import StopRequests
 
         job, world = self.job, self.world
+        self.numels = _numels(self.module)
         train, held_out = self.rows.split(job.held_out, job.seed)
         self._shard()
         with StopRequests(is_active=job.checkpoint is not None) as requests:
@@ -364,9 +371,8 @@ class _Run:
         return FinetuneResult(
             way=self.way, steps=trainer.state.global_step, losses=progress.losses,
             held_out=held_out, answer=answer, seconds=seconds,
-            num_parameters=sum(p.numel() for p in self.module.parameters()),
-            num_trained=sum(p.numel() for p in self.module.parameters() if p.requires_grad),
-            memory=memory, saved=saved, stopped_by=progress.stopped_by,
+            num_parameters=self.numels[0], num_trained=self.numels[1], memory=memory,
+            saved=saved, stopped_by=progress.stopped_by,
         )  # fmt: skip
 
 
