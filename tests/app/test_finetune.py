@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
 import runpy
 import shutil
 import signal
+import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -219,6 +222,78 @@ def test_what_cannot_work_is_refused_before_a_rank_starts(work, monkeypatch, cap
     assert re.search(words, capsys.readouterr().err)
 
 
+def parsed(*words: str) -> argparse.Namespace:
+    """Flags of the command, without running it."""
+    parser = Parser(prog="onefold")
+    add_to(parser.add_subparsers())
+    needed = ("--model", "model", "--data", "text.jsonl", "--out", "tuned")
+    return parser.parse_args(["finetune", *needed, *words])
+
+
+def flags_of_trl() -> set[str]:
+    """All that `trl sft` takes, in both of its spellings; it turns a default off by `--no_NAME`."""
+    kinds = (trl.ScriptArguments, trl.SFTConfig, trl.ModelConfig, trl.DatasetMixtureConfig)
+    known = {field.name: field for kind in kinds for field in fields(kind) if field.init}
+    negated = {f"no_{name}" for name, field in known.items() if field.default is True}
+    names = negated | set(known)
+    return {f"--{spelled}" for name in names for spelled in (name, name.replace("_", "-"))}
+
+
+def test_each_flag_of_trl_sft_is_taken_or_has_a_hint():
+    taken = set()
+    for flag in sorted(flags_of_trl()):
+        try:
+            parsed(flag)
+        except ConfigError as error:
+            text = str(error)
+            if f"a flag of `onefold finetune`, got {flag}" not in text:
+                taken.add(flag)  # it wants a value
+            elif "hint: here it is " not in text:
+                raise AssertionError(f"no hint for {flag}: {text}") from error
+        else:
+            taken.add(flag)
+    assert taken == {
+        "--model_name_or_path", "--dataset_name", "--output_dir", "--per_device_train_batch_size",
+        "--gradient_accumulation_steps", "--learning_rate", "--num_train_epochs", "--max_steps",
+        "--max_length", "--resume_from_checkpoint", "--packing", "--seed", "--report-to",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--save_steps", "here it is --checkpoint DIR, with --every N"),
+        ("--lr-scheduler-type", "here it is fixed: the rate rises in 3 %"),
+        ("--warmup_ratio", "here it is fixed: the rate rises in 3 %"),
+        ("--push_to_hub", "here it is another command: `hf upload"),
+        ("--use_liger_kernel", "not offered, though `trl sft` has it: .*docs/guides/trl.md"),
+        ("--no_gradient_checkpointing", "the default: without --recompute"),
+        ("--resume_from_checkpoint=runs/checkpoint-3", "hint: --checkpoint runs --resume"),
+        ("--resume_from_checkpoint=runs", "hint: --checkpoint runs --resume"),
+    ],
+)
+def test_a_flag_of_trl_sft_leads_to_what_this_command_does(flag, words):
+    with pytest.raises(ConfigError, match=words):
+        parsed(flag)
+
+
+def test_resume_from_checkpoint_is_resume():
+    assert not job_of(parsed()).resume
+    assert job_of(parsed("--resume_from_checkpoint")) == job_of(parsed("--resume"))
+    assert job_of(parsed("--resume_from_checkpoint", "--seq", "8")).resume
+
+
+def test_a_flag_of_trl_sft_is_refused_without_importing_it():
+    code = (
+        "import sys; from onefold.app.cli.main import main\n"
+        "assert main(['finetune', '--optim', 'sgd']) == 2\n"
+        "assert not {'torch', 'transformers', 'trl'} & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "AdamW" in done.stderr
+
+
 @pytest.mark.parametrize("num_steps", [1, 2, 10, 100])
 def test_every_step_has_a_learning_rate_and_one_has_the_peak(num_steps):
     from onefold.app.finetune.tuning import SCHEDULE
@@ -345,10 +420,9 @@ def test_a_run_tunes_by_its_file_and_again_by_its_copy(work):
 
 def tuned(work: Path, *flags: str) -> FinetuneResult:
     """What the command does on one rank, here in this process."""
-    parser = Parser()
-    add_to(parser.add_subparsers())
-    words = ("--model", str(work / "model"), "--out", str(work / "tuned"), *SMALL, *flags)
-    job = job_of(parser.parse_args(["finetune", *words]))
+    job = job_of(
+        parsed("--model", str(work / "model"), "--out", str(work / "tuned"), *SMALL, *flags)
+    )
     world = World(Group.from_handle(None), torch.device("cpu"))
     return finetune(job, preflight(job), world, FinetuneObserver())
 

@@ -152,10 +152,7 @@ def finetune(
     longer, line = rows.longer_than(job.seq, lambda row: token_count(tokenizer, row))
     if longer:
         count = f"{longer:,d} of {len(rows.places):,d} rows"
-        note = "packed in parts" if job.packing else "cut"
-        observer.noted(
-            f"{count} have more than {job.seq} tokens and are {note}, line {line:,d} first"
-        )
+        observer.noted(f"{count} have more than {job.seq} tokens and are cut, line {line:,d} first")
     with TemporaryDirectory(prefix="onefold_") as folder:
         run = _Run(job, rows, tokenizer, module, way, world, observer, folder)
         return run.train()
