@@ -29,6 +29,7 @@ from onefold.app.finetune.merge import merge_adapter
 from onefold.app.finetune.progress import FinetuneObserver
 from onefold.app.finetune.row_file import open_rows
 from onefold.app.finetune.tuning import FinetuneResult, finetune, preflight
+from onefold.app.tools.step_profile import StepProfile
 from onefold.errors import CheckpointError, ConfigError
 from onefold.recording.page import read_report
 from onefold.wire.collectives import Group
@@ -194,6 +195,10 @@ def work(made: Path, tmp_path: Path) -> Path:
         (["--model", "nowhere"], "config.json and safetensors files in --model 'nowhere'"),
         (["--data", "none.jsonl"], "No such file"),
         (["--out", "model"], "no folder at --out 'model'"),
+        (["--out", "text.jsonl/tuned"], "'text.jsonl/tuned' to be writable, .*text.jsonl is not"),
+        (["--checkpoint", "text.jsonl"], "a directory to write checkpoints to, .*File exists"),
+        (["--checkpoint", "text.jsonl/x"], "a directory to write checkpoints to, .*Not a dir"),
+        (["--checkpoint", "used"], "'used' to be empty, got checkpoint-3.*--resume"),
         (["--model", "org/name"], r"hint: nothing is downloaded: `hf download org/name"),
         (["--merge"], r"--lora R with --merge, got none"),
         (["--stage", "4"], r'stage to be 0, 1, 2, 3 or "auto", got 4'),
@@ -212,6 +217,7 @@ def work(made: Path, tmp_path: Path) -> Path:
 )
 def test_what_cannot_work_is_refused_before_a_rank_starts(work, monkeypatch, capsys, flags, words):
     monkeypatch.chdir(work)
+    (work / "used" / "checkpoint-3").mkdir(parents=True)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_ERROR_FILE"):
         monkeypatch.delenv(name, raising=False)
     given = {"--model": "model", "--data": "text.jsonl", "--out": "tuned"}
@@ -390,6 +396,32 @@ def test_a_run_that_is_stopped_goes_on_as_if_it_never_was(work):
 
 
 @pytest.mark.process
+@pytest.mark.skipif(torch.cuda.is_available(), reason="ranks are no forks of this process")
+@pytest.mark.again("tests/app/test_cli_checkpoint.py::test_a_second_signal_stops_at_once")
+def test_a_second_signal_stops_a_run_at_once(work, monkeypatch):
+    """Also a rank that waits for one that will never answer."""
+
+    def begin_step(_: StepProfile, step: int) -> None:
+        if os.environ["RANK"] == "1":
+            (work / "asleep").touch()
+            time.sleep(600)
+
+    monkeypatch.setattr(StepProfile, "begin", begin_step)
+    started = begin(
+        "finetune", "--model", "model", *SMALL, "--data", "pairs.jsonl", "--out", "out", "--steps",
+        "4", "--checkpoint", "runs", cwd=work,
+    )  # fmt: skip
+    started.until(lambda _: (work / "asleep").exists())
+    os.kill(started.pid, signal.SIGTERM)
+    time.sleep(1.5)  # sooner, it would be the same request once more
+    assert started.poll() is None  # it waits for the step to end
+    os.kill(started.pid, signal.SIGTERM)
+    assert started.end().returncode == 128 + signal.SIGTERM  # long before the rank would wake up
+    assert not (work / "out").exists()
+    assert not list((work / "runs").iterdir())
+
+
+@pytest.mark.process
 @pytest.mark.again(
     "tests/app/test_config_file.py::test_a_run_trains_by_its_file_and_again_by_its_copy"
 )
@@ -498,6 +530,13 @@ def test_a_folder_that_cannot_be_tuned_on_chats_is_named(work, change, words, mo
     with pytest.raises(ConfigError, match=words):
         world = World(Group.from_handle(None), torch.device("cpu"))
         finetune(job, open_rows(Path(job.data)), world, FinetuneObserver())
+
+
+def test_rows_longer_than_the_positions_of_the_model_are_refused(work):
+    data = ("--data", str(work / "text.jsonl"))
+    with pytest.raises(ConfigError, match=r"--seq of at most 256, .*got 257\nhint: --seq 256"):
+        tuned(work, *data, "--seq", "257")
+    assert tuned(work, *data, "--seq", "256", "--steps", "1").losses
 
 
 def encoder(path: Path) -> None:

@@ -55,13 +55,25 @@ def preflight(job: FinetuneJob) -> RowFile:
         flag = "--every" if job.every else "--resume"
         raise ConfigError(f"--checkpoint with {flag}", "none", hint="pass --checkpoint DIR")
     _check_words(job)
-    for folder in (job.report, job.profile):
-        if folder is not None:
-            prepare(folder, "a report or a profile")
     for out in (job.out, f"{job.out}-merged") if job.merge else (job.out,):
         _check_out(Path(out))
     _check_folder(job.model)
-    return open_rows(Path(job.data))
+    rows = open_rows(Path(job.data))
+    _prepare_folders(job)
+    return rows
+
+
+def _prepare_folders(job: FinetuneJob) -> None:
+    """Make the folders that the run writes to before its end."""
+    saved = sorted(path.name for path in Path(job.checkpoint or "").glob("checkpoint-*"))
+    if job.checkpoint is not None and saved and not job.resume:
+        hint = "go on from there with --resume, or save to another directory"
+        raise ConfigError(f"--checkpoint {job.checkpoint!r} to be empty", saved[-1], hint=hint)
+    for folder in (job.report, job.profile):
+        if folder is not None:
+            prepare(folder, "a report or a profile")
+    if job.checkpoint is not None:
+        prepare(job.checkpoint, "checkpoints")
 
 
 def _check_words(job: FinetuneJob) -> None:
