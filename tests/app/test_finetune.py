@@ -14,13 +14,20 @@ import sys
 import time
 from dataclasses import fields
 from pathlib import Path
+from random import Random
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
+import onefold
 from onefold.app.cli.arguments import Parser
 from onefold.app.cli.config_file import COPY
 from onefold.app.cli.finetune import add_to, job_of
@@ -34,7 +41,7 @@ from onefold.errors import CheckpointError, ConfigError
 from onefold.recording.page import read_report
 from onefold.wire.collectives import Group
 from onefold.wire.world import World
-from tests.support.commands import begin
+from tests.support.commands import begin, torchrun
 from tests.support.commands import onefold as command
 
 transformers = pytest.importorskip("transformers")
@@ -321,6 +328,15 @@ def test_every_step_has_a_learning_rate_and_one_has_the_peak(num_steps):
 
 # runs
 
+PLAIN_OPTIONS = {
+    "per_device_train_batch_size": 2, "learning_rate": 3e-3, "max_length": 48, "seed": 0,
+    "lr_scheduler_type": "cosine_warmup_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
+    "warmup_steps": 0.03, "logging_steps": 1, "bf16": False, "use_cpu": True,
+    "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
+    "gradient_checkpointing": False,
+}  # fmt: skip
+"""Of plain TRL, for what `SMALL` chooses."""
+
 
 def result_of(work: Path, *flags: str) -> dict[str, Any]:
     done = command("finetune", "--model", "model", *SMALL, *flags, "--json", cwd=work)
@@ -393,6 +409,86 @@ def test_a_run_that_is_stopped_goes_on_as_if_it_never_was(work):
     done = command("finetune", "--model", "model", *flags, cwd=work)
     assert done.returncode == 2
     assert "--steps above 8" in done.stderr
+
+
+PLAIN = """
+import json, sys, datasets, torch.distributed, transformers, trl
+
+model, rows, checkpoint, out, options = sys.argv[1:]
+args = trl.SFTConfig(f"{out}-plain", **json.loads(options))
+trainer = trl.SFTTrainer(
+    transformers.AutoModelForCausalLM.from_pretrained(model), args=args,
+    train_dataset=datasets.Dataset.from_list(json.loads(open(rows).read())),
+    processing_class=transformers.AutoTokenizer.from_pretrained(model),
+)
+trainer.train(resume_from_checkpoint=checkpoint)
+losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+if trainer.args.process_index == 0:
+    assert trainer.args.world_size == 3
+    open(out, "w").write(json.dumps(losses))
+torch.distributed.destroy_process_group()
+"""
+
+
+def as_plain(checkpoint: Path, plain: Path) -> None:
+    """Copy a checkpoint, with the optimizer's states as plain Trainer keeps them."""
+    shutil.copytree(checkpoint, plain)
+    sharded, copied = (
+        transformers.AutoModelForCausalLM.from_pretrained(checkpoint) for _ in range(2)
+    )
+    args = transformers.TrainingArguments(str(plain), use_cpu=True, bf16=False)
+    mine, its = (
+        transformers.Trainer(model, args).create_optimizer() for model in (sharded, copied)
+    )
+    onefold.shard(sharded, mine)
+    onefold.load(plain / "onefold", sharded, mine)
+    whole = StateDictOptions(full_state_dict=True)
+    states = get_optimizer_state_dict(sharded, mine, options=whole)
+    for group in its.param_groups:
+        group["initial_lr"] = 0.0  # a scheduler's, which is read too
+    set_optimizer_state_dict(copied, its, states, options=whole)
+    assert all(state["exp_avg_sq"].any() for state in its.state.values())
+    shutil.rmtree(plain / "onefold")
+    torch.save(its.state_dict(), plain / "optimizer.pt")
+
+
+@pytest.mark.process
+@pytest.mark.again(
+    "tests/adapters/test_hf_save.py::test_checkpoints_open_and_resume_bit_for_bit_and_elsewhere"
+)
+def test_a_killed_run_goes_on_at_the_losses_of_plain_trainer_on_three_ranks(work, monkeypatch):
+    """From the newest checkpoint of two ranks, killed at a moment that is drawn."""
+    steps = 10  # an epoch of three ranks
+    flags = ("--data", "pairs.jsonl", "--steps", str(steps), "--held-out", "0", "--keep", "99",
+             "--checkpoint", "runs", "--out", "out")  # fmt: skip
+    (work / "tmp").mkdir()
+    with monkeypatch.context() as context:
+        context.setattr("tempfile.tempdir", str(work / "tmp"))
+        started = begin("finetune", "--model", "model", *SMALL, *flags, "--every", "1", cwd=work)
+    while not (work / "runs/checkpoint-2").exists():
+        assert started.poll() is None
+        time.sleep(0.05)
+    time.sleep(Random().uniform(0, 0.3))
+    for path in (work / "tmp").glob("onefold_*/rank.*"):
+        os.kill(int(path.suffix[1:]), signal.SIGKILL)
+    killed = started.end()
+    assert killed.returncode == 1
+    assert "ended by SIGKILL" in killed.stderr
+    found = result_of(work, *flags, "--resume", "--ranks", "3")["losses"]
+    done = steps - len(found)
+    assert 1 <= done < steps
+
+    as_plain(work / "runs" / f"checkpoint-{done}", work / "plain")
+    rows = open_rows(work / "pairs.jsonl")
+    (work / "plain.py").write_text(PLAIN)
+    (work / "rows.json").write_text(json.dumps(list(rows.read_rows(rows.split(0, 0)[0]))))
+    options = json.dumps(PLAIN_OPTIONS | {"max_steps": steps})
+    plain = torchrun("plain.py", "model", "rows.json", "plain", "losses.json", options, ranks=3,
+                     cwd=work)  # fmt: skip
+    assert plain.returncode == 0, plain.stderr
+    wanted = json.loads((work / "losses.json").read_text())
+    assert len(wanted) == steps, "those of the two ranks are in the checkpoint"
+    assert found == pytest.approx(wanted[done:], rel=1e-6)
 
 
 @pytest.mark.process
@@ -485,13 +581,7 @@ def test_rows_of_each_kind_train_at_the_losses_of_plain_trl(work, data, flags, o
         assert template.read_text() != marked
     rows = open_rows(work / f"{data}.jsonl")
     found = tuned(work, "--data", str(rows.path), "--steps", "3", "--held-out", "0", *flags)
-    args = trl.SFTConfig(
-        str(work / "plain"), max_steps=3, per_device_train_batch_size=2, learning_rate=3e-3,
-        lr_scheduler_type="cosine_warmup_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": 0.1},
-        warmup_steps=0.03, max_length=48, logging_steps=1, bf16=False, use_cpu=True,
-        save_strategy="no", report_to="none", disable_tqdm=True, seed=0,
-        gradient_checkpointing=False, **options,
-    )  # fmt: skip
+    args = trl.SFTConfig(str(work / "plain"), max_steps=3, **PLAIN_OPTIONS, **options)
     trainer = trl.SFTTrainer(
         transformers.AutoModelForCausalLM.from_pretrained(work / "model"), args=args,
         train_dataset=datasets.Dataset.from_list(list(rows.read_rows(rows.split(0, 0)[0]))),
