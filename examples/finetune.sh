@@ -16,6 +16,6 @@ import sys
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model, tokenizer = (c.from_pretrained(sys.argv[1]) for c in (AutoModelForCausalLM, AutoTokenizer))
-asked = tokenizer("user: arguments of __init__\nassistant: ", return_tensors="pt").input_ids
+asked = tokenizer("user: arguments of __init__\nassistant:\n", return_tensors="pt").input_ids
 print("plain transformers:", tokenizer.decode(model.generate(asked, max_new_tokens=8)[0]))
 PYTHON

@@ -18,7 +18,8 @@ TEMPLATE = """\
 {% for message in messages %}{% if message['role'] == 'assistant' %}\
 {% generation %}{{ message['content'] }}{{ eos_token }}{% endgeneration %}\
 {% else %}{{ message['role'] }}: {{ message['content'] }}
-assistant: {% endif %}{% endfor %}"""
+assistant:
+{% endif %}{% endfor %}"""
 
 folder = Path(sys.argv[1])
 library = Path(sysconfig.get_paths()["stdlib"])

@@ -2,34 +2,52 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
 import runpy
 import shutil
 import signal
+import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
+from random import Random
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
+import onefold
+from onefold.app.cli.arguments import Parser
 from onefold.app.cli.config_file import COPY
+from onefold.app.cli.finetune import add_to, job_of
 from onefold.app.cli.main import main
 from onefold.app.finetune.merge import merge_adapter
+from onefold.app.finetune.progress import FinetuneObserver
 from onefold.app.finetune.row_file import open_rows
+from onefold.app.finetune.tuning import FinetuneResult, finetune, preflight
+from onefold.app.tools.step_profile import StepProfile
 from onefold.errors import CheckpointError, ConfigError
 from onefold.recording.page import read_report
-from tests.support.commands import begin
+from onefold.wire.collectives import Group
+from onefold.wire.world import World
+from tests.support.commands import begin, torchrun
 from tests.support.commands import onefold as command
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
-pytest.importorskip("trl")
+datasets = pytest.importorskip("datasets")
+trl = pytest.importorskip("trl")
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*")
 """transformers 5.23 renames what PEFT and TRL still use."""
@@ -174,6 +192,7 @@ def work(made: Path, tmp_path: Path) -> Path:
     ):
         texts = (json.dumps(row(a["content"], b["content"])) for a, b in chats)
         (tmp_path / f"{name}.jsonl").write_text("\n".join(texts))
+    (tmp_path / "few.jsonl").write_text("\n".join(lines[:60]))
     return tmp_path
 
 
@@ -183,6 +202,10 @@ def work(made: Path, tmp_path: Path) -> Path:
         (["--model", "nowhere"], "config.json and safetensors files in --model 'nowhere'"),
         (["--data", "none.jsonl"], "No such file"),
         (["--out", "model"], "no folder at --out 'model'"),
+        (["--out", "text.jsonl/tuned"], "'text.jsonl/tuned' to be writable, .*text.jsonl is not"),
+        (["--checkpoint", "text.jsonl"], "a directory to write checkpoints to, .*File exists"),
+        (["--checkpoint", "text.jsonl/x"], "a directory to write checkpoints to, .*Not a dir"),
+        (["--checkpoint", "used"], "'used' to be empty, got checkpoint-3.*--resume"),
         (["--model", "org/name"], r"hint: nothing is downloaded: `hf download org/name"),
         (["--merge"], r"--lora R with --merge, got none"),
         (["--stage", "4"], r'stage to be 0, 1, 2, 3 or "auto", got 4'),
@@ -201,6 +224,7 @@ def work(made: Path, tmp_path: Path) -> Path:
 )
 def test_what_cannot_work_is_refused_before_a_rank_starts(work, monkeypatch, capsys, flags, words):
     monkeypatch.chdir(work)
+    (work / "used" / "checkpoint-3").mkdir(parents=True)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_ERROR_FILE"):
         monkeypatch.delenv(name, raising=False)
     given = {"--model": "model", "--data": "text.jsonl", "--out": "tuned"}
@@ -209,6 +233,78 @@ def test_what_cannot_work_is_refused_before_a_rank_starts(work, monkeypatch, cap
         given[flags[0]], more = flags[1], []
     assert main(["finetune", *(word for pair in given.items() for word in pair), *more]) == 2
     assert re.search(words, capsys.readouterr().err)
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    """Flags of the command, without running it."""
+    parser = Parser(prog="onefold")
+    add_to(parser.add_subparsers())
+    needed = ("--model", "model", "--data", "text.jsonl", "--out", "tuned")
+    return parser.parse_args(["finetune", *needed, *words])
+
+
+def flags_of_trl() -> set[str]:
+    """All that `trl sft` takes, in both of its spellings; it turns a default off by `--no_NAME`."""
+    kinds = (trl.ScriptArguments, trl.SFTConfig, trl.ModelConfig, trl.DatasetMixtureConfig)
+    known = {field.name: field for kind in kinds for field in fields(kind) if field.init}
+    negated = {f"no_{name}" for name, field in known.items() if field.default is True}
+    names = negated | set(known)
+    return {f"--{spelled}" for name in names for spelled in (name, name.replace("_", "-"))}
+
+
+def test_each_flag_of_trl_sft_is_taken_or_has_a_hint():
+    taken = set()
+    for flag in sorted(flags_of_trl()):
+        try:
+            parsed(flag)
+        except ConfigError as error:
+            text = str(error)
+            if f"a flag of `onefold finetune`, got {flag}" not in text:
+                taken.add(flag)  # it wants a value
+            elif "hint: here it is " not in text:
+                raise AssertionError(f"no hint for {flag}: {text}") from error
+        else:
+            taken.add(flag)
+    assert taken == {
+        "--model_name_or_path", "--dataset_name", "--output_dir", "--per_device_train_batch_size",
+        "--gradient_accumulation_steps", "--learning_rate", "--num_train_epochs", "--max_steps",
+        "--max_length", "--resume_from_checkpoint", "--packing", "--seed", "--report-to",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--save_steps", "here it is --checkpoint DIR, with --every N"),
+        ("--lr-scheduler-type", "here it is fixed: the rate rises in 3 %"),
+        ("--warmup_ratio", "here it is fixed: the rate rises in 3 %"),
+        ("--push_to_hub", "here it is another command: `hf upload"),
+        ("--use_liger_kernel", "not offered, though `trl sft` has it: .*docs/guides/trl.md"),
+        ("--no_gradient_checkpointing", "the default: without --recompute"),
+        ("--resume_from_checkpoint=runs/checkpoint-3", "hint: --checkpoint runs --resume"),
+        ("--resume_from_checkpoint=runs", "hint: --checkpoint runs --resume"),
+    ],
+)
+def test_a_flag_of_trl_sft_leads_to_what_this_command_does(flag, words):
+    with pytest.raises(ConfigError, match=words):
+        parsed(flag)
+
+
+def test_resume_from_checkpoint_is_resume():
+    assert not job_of(parsed()).resume
+    assert job_of(parsed("--resume_from_checkpoint")) == job_of(parsed("--resume"))
+    assert job_of(parsed("--resume_from_checkpoint", "--seq", "8")).resume
+
+
+def test_a_flag_of_trl_sft_is_refused_without_importing_it():
+    code = (
+        "import sys; from onefold.app.cli.main import main\n"
+        "assert main(['finetune', '--optim', 'sgd']) == 2\n"
+        "assert not {'torch', 'transformers', 'trl'} & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "AdamW" in done.stderr
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 10, 100])
@@ -232,6 +328,15 @@ def test_every_step_has_a_learning_rate_and_one_has_the_peak(num_steps):
 
 # runs
 
+PLAIN_OPTIONS = {
+    "per_device_train_batch_size": 2, "learning_rate": 3e-3, "max_length": 48, "seed": 0,
+    "lr_scheduler_type": "cosine_warmup_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
+    "warmup_steps": 0.03, "logging_steps": 1, "bf16": False, "use_cpu": True,
+    "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
+    "gradient_checkpointing": False,
+}  # fmt: skip
+"""Of plain TRL, for what `SMALL` chooses."""
+
 
 def result_of(work: Path, *flags: str) -> dict[str, Any]:
     done = command("finetune", "--model", "model", *SMALL, *flags, "--json", cwd=work)
@@ -244,7 +349,7 @@ def test_adapters_on_a_quantized_base_are_saved_and_merged(work):
     """From meta: no rank holds the base whole, and PEFT opens the adapter."""
     found = result_of(
         work, "--data", "chats.jsonl", "--out", "tuned", "--steps", "4", "--lora", "2", "--merge",
-        "--stage", "3", "--rest", "int8", "--lr", "1e-2", "--report", "out", "--profile", "out",
+        "--stage", "3", "--rest", "int4", "--lr", "1e-2", "--report", "out", "--profile", "out",
     )  # fmt: skip
     traces = ["profile-rank0.json.gz", "profile-rank1.json.gz"]
     written = sorted(path.name for path in (work / "out").iterdir())
@@ -257,9 +362,15 @@ def test_adapters_on_a_quantized_base_are_saved_and_merged(work):
     before, after = found["held_out"]
     assert after < before
     assert found["way"]["stage"] == 3
-    assert found["num_trained"] < found["num_parameters"] / 10
-    assert all(rank["total_peak"] <= found["way"]["peak_nbytes"] for rank in found["memory"])
     base = transformers.AutoModelForCausalLM.from_pretrained(work / "model")
+    numel = sum(p.numel() for p in base.parameters())
+    packed = sum(m.weight.numel() for m in base.modules() if isinstance(m, torch.nn.Linear))
+    assert 0 < found["num_trained"] < numel / 10
+    assert found["num_parameters"] == numel + found["num_trained"]
+    wide = found["num_parameters"] - packed
+    weight_nbytes = (4 * wide + packed / 2 + 4 * packed / 256) / 2  # a scale for 256 weights
+    assert [rank["now"]["weight"] for rank in found["memory"]] == [weight_nbytes] * 2
+    assert all(rank["total_peak"] <= found["way"]["peak_nbytes"] for rank in found["memory"])
     adapted = peft.PeftModel.from_pretrained(base, work / "tuned").merge_and_unload()
     merged = transformers.AutoModelForCausalLM.from_pretrained(work / "tuned-merged")
     state = merged.state_dict()
@@ -300,6 +411,112 @@ def test_a_run_that_is_stopped_goes_on_as_if_it_never_was(work):
     assert "--steps above 8" in done.stderr
 
 
+PLAIN = """
+import json, sys, datasets, torch.distributed, transformers, trl
+
+model, rows, checkpoint, out, options = sys.argv[1:]
+args = trl.SFTConfig(f"{out}-plain", **json.loads(options))
+trainer = trl.SFTTrainer(
+    transformers.AutoModelForCausalLM.from_pretrained(model), args=args,
+    train_dataset=datasets.Dataset.from_list(json.loads(open(rows).read())),
+    processing_class=transformers.AutoTokenizer.from_pretrained(model),
+)
+trainer.train(resume_from_checkpoint=checkpoint)
+losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+if trainer.args.process_index == 0:
+    assert trainer.args.world_size == 3
+    open(out, "w").write(json.dumps(losses))
+torch.distributed.destroy_process_group()
+"""
+
+
+def as_plain(checkpoint: Path, plain: Path) -> None:
+    """Copy a checkpoint, with the optimizer's states as plain Trainer keeps them."""
+    shutil.copytree(checkpoint, plain)
+    sharded, copied = (
+        transformers.AutoModelForCausalLM.from_pretrained(checkpoint) for _ in range(2)
+    )
+    args = transformers.TrainingArguments(str(plain), use_cpu=True, bf16=False)
+    mine, its = (
+        transformers.Trainer(model, args).create_optimizer() for model in (sharded, copied)
+    )
+    onefold.shard(sharded, mine)
+    onefold.load(plain / "onefold", sharded, mine)
+    whole = StateDictOptions(full_state_dict=True)
+    states = get_optimizer_state_dict(sharded, mine, options=whole)
+    for group in its.param_groups:
+        group["initial_lr"] = 0.0  # a scheduler's, which is read too
+    set_optimizer_state_dict(copied, its, states, options=whole)
+    assert all(state["exp_avg_sq"].any() for state in its.state.values())
+    shutil.rmtree(plain / "onefold")
+    torch.save(its.state_dict(), plain / "optimizer.pt")
+
+
+@pytest.mark.process
+@pytest.mark.again(
+    "tests/adapters/test_hf_save.py::test_checkpoints_open_and_resume_bit_for_bit_and_elsewhere"
+)
+def test_a_killed_run_goes_on_at_the_losses_of_plain_trainer_on_three_ranks(work, monkeypatch):
+    """From the newest checkpoint of two ranks, killed at a moment that is drawn."""
+    steps = 10  # an epoch of three ranks
+    flags = ("--data", "pairs.jsonl", "--steps", str(steps), "--held-out", "0", "--keep", "99",
+             "--checkpoint", "runs", "--out", "out")  # fmt: skip
+    (work / "tmp").mkdir()
+    with monkeypatch.context() as context:
+        context.setattr("tempfile.tempdir", str(work / "tmp"))
+        started = begin("finetune", "--model", "model", *SMALL, *flags, "--every", "1", cwd=work)
+    while not (work / "runs/checkpoint-2").exists():
+        assert started.poll() is None
+        time.sleep(0.05)
+    time.sleep(Random().uniform(0, 0.3))
+    for path in (work / "tmp").glob("onefold_*/rank.*"):
+        os.kill(int(path.suffix[1:]), signal.SIGKILL)
+    killed = started.end()
+    assert killed.returncode == 1
+    assert "ended by SIGKILL" in killed.stderr
+    found = result_of(work, *flags, "--resume", "--ranks", "3")["losses"]
+    done = steps - len(found)
+    assert 1 <= done < steps
+
+    as_plain(work / "runs" / f"checkpoint-{done}", work / "plain")
+    rows = open_rows(work / "pairs.jsonl")
+    (work / "plain.py").write_text(PLAIN)
+    (work / "rows.json").write_text(json.dumps(list(rows.read_rows(rows.split(0, 0)[0]))))
+    options = json.dumps(PLAIN_OPTIONS | {"max_steps": steps})
+    plain = torchrun("plain.py", "model", "rows.json", "plain", "losses.json", options, ranks=3,
+                     cwd=work)  # fmt: skip
+    assert plain.returncode == 0, plain.stderr
+    wanted = json.loads((work / "losses.json").read_text())
+    assert len(wanted) == steps, "those of the two ranks are in the checkpoint"
+    assert found == pytest.approx(wanted[done:], rel=1e-6)
+
+
+@pytest.mark.process
+@pytest.mark.skipif(torch.cuda.is_available(), reason="ranks are no forks of this process")
+@pytest.mark.again("tests/app/test_cli_checkpoint.py::test_a_second_signal_stops_at_once")
+def test_a_second_signal_stops_a_run_at_once(work, monkeypatch):
+    """Also a rank that waits for one that will never answer."""
+
+    def begin_step(_: StepProfile, step: int) -> None:
+        if os.environ["RANK"] == "1":
+            (work / "asleep").touch()
+            time.sleep(600)
+
+    monkeypatch.setattr(StepProfile, "begin", begin_step)
+    started = begin(
+        "finetune", "--model", "model", *SMALL, "--data", "pairs.jsonl", "--out", "out", "--steps",
+        "4", "--checkpoint", "runs", cwd=work,
+    )  # fmt: skip
+    started.until(lambda _: (work / "asleep").exists())
+    os.kill(started.pid, signal.SIGTERM)
+    time.sleep(1.5)  # sooner, it would be the same request once more
+    assert started.poll() is None  # it waits for the step to end
+    os.kill(started.pid, signal.SIGTERM)
+    assert started.end().returncode == 128 + signal.SIGTERM  # long before the rank would wake up
+    assert not (work / "out").exists()
+    assert not list((work / "runs").iterdir())
+
+
 @pytest.mark.process
 @pytest.mark.again(
     "tests/app/test_config_file.py::test_a_run_trains_by_its_file_and_again_by_its_copy"
@@ -329,34 +546,51 @@ def test_a_run_tunes_by_its_file_and_again_by_its_copy(work):
     assert all(torch.equal(value, again[name]) for name, value in wanted.items())
 
 
-@pytest.mark.process
-@pytest.mark.again(
-    "tests/app/test_finetune.py::test_adapters_on_a_quantized_base_are_saved_and_merged"
-)
-def test_texts_train_at_the_losses_of_plain_trl(work):
-    """One rank, all weights, packed or not."""
-    found = result_of(work, "--data", "text.jsonl", "--out", "out", "--steps", "3", "--ranks", "1",
-                      "--held-out", "0")  # fmt: skip
-    import datasets
-    import trl
+def tuned(work: Path, *flags: str) -> FinetuneResult:
+    """What the command does on one rank, here in this process."""
+    job = job_of(
+        parsed("--model", str(work / "model"), "--out", str(work / "tuned"), *SMALL, *flags)
+    )
+    world = World(Group.from_handle(None), torch.device("cpu"))
+    return finetune(job, preflight(job), world, FinetuneObserver())
 
-    rows = open_rows(work / "text.jsonl")
-    train, _ = rows.split(0, 0)
-    args = trl.SFTConfig(
-        str(work / "plain"), max_steps=3, per_device_train_batch_size=2, learning_rate=3e-3,
-        lr_scheduler_type="cosine_warmup_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": 0.1},
-        warmup_steps=0.03, max_length=48, logging_steps=1, bf16=False, use_cpu=True,
-        save_strategy="no", report_to="none", disable_tqdm=True, seed=0,
-        gradient_checkpointing=False,
-    )  # fmt: skip
+
+@pytest.mark.parametrize(
+    ("data", "flags", "options"),
+    [
+        pytest.param("text", (), {}, id="text"),
+        pytest.param("text", ("--packing",), {"packing": True}, id="packed text"),
+        pytest.param("pairs", (), {}, id="pairs"),
+        pytest.param("pairs", ("--packing",), {"packing": True}, id="packed pairs"),
+        pytest.param("few", (), {"assistant_only_loss": True}, id="chats"),
+        pytest.param(
+            "few", ("--packing",), {"assistant_only_loss": True, "packing": True}, id="packed chats"
+        ),
+        pytest.param("few", (), {}, id="chats without marks in the template"),
+    ],
+)
+def test_rows_of_each_kind_train_at_the_losses_of_plain_trl(work, data, flags, options, request):
+    """One rank, all weights. TRL by itself takes the loss of pairs on completions alone."""
+    if "without marks" in request.node.callspec.id:
+        source = (work / "model").resolve()
+        (work / "model").unlink()
+        shutil.copytree(source, work / "model")
+        template = work / "model" / "chat_template.jinja"
+        marked = template.read_text()
+        template.write_text(re.sub(r"{% (end)?generation %}", "", marked))
+        assert template.read_text() != marked
+    rows = open_rows(work / f"{data}.jsonl")
+    found = tuned(work, "--data", str(rows.path), "--steps", "3", "--held-out", "0", *flags)
+    args = trl.SFTConfig(str(work / "plain"), max_steps=3, **PLAIN_OPTIONS, **options)
     trainer = trl.SFTTrainer(
         transformers.AutoModelForCausalLM.from_pretrained(work / "model"), args=args,
-        train_dataset=datasets.Dataset.from_list(list(rows.read_rows(train))),
+        train_dataset=datasets.Dataset.from_list(list(rows.read_rows(rows.split(0, 0)[0]))),
         processing_class=transformers.AutoTokenizer.from_pretrained(work / "model"),
     )  # fmt: skip
     trainer.train()
     wanted = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert found["losses"] == pytest.approx(wanted, rel=1e-6)
+    assert len(wanted) == 3
+    assert found.losses == pytest.approx(wanted, rel=1e-6)
 
 
 @pytest.mark.process
@@ -386,6 +620,13 @@ def test_a_folder_that_cannot_be_tuned_on_chats_is_named(work, change, words, mo
     with pytest.raises(ConfigError, match=words):
         world = World(Group.from_handle(None), torch.device("cpu"))
         finetune(job, open_rows(Path(job.data)), world, FinetuneObserver())
+
+
+def test_rows_longer_than_the_positions_of_the_model_are_refused(work):
+    data = ("--data", str(work / "text.jsonl"))
+    with pytest.raises(ConfigError, match=r"--seq of at most 256, .*got 257\nhint: --seq 256"):
+        tuned(work, *data, "--seq", "257")
+    assert tuned(work, *data, "--seq", "256", "--steps", "1").losses
 
 
 def encoder(path: Path) -> None:

@@ -176,6 +176,41 @@ def test_the_pipeline_learns_the_next_word():
     assert numbers(done.stdout)[0] < 0.5
 
 
+@pytest.mark.again(
+    "tests/app/test_finetune.py::test_adapters_on_a_quantized_base_are_saved_and_merged"
+)
+@pytest.mark.process
+def test_plain_transformers_opens_the_fine_tuned_folder_to_the_logits_of_the_trained_model(
+    tmp_path,
+):
+    """The trained model is read from the run's checkpoint: shards of its two ranks."""
+    transformers = pytest.importorskip("transformers")
+    for package in ("trl", "peft", "datasets"):
+        pytest.importorskip(package)
+    environment = os.environ | {
+        "PYTHON": sys.executable, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"
+    }  # fmt: skip
+    done = subprocess.run(
+        ["bash", str(EXAMPLES / "finetune.sh"), str(tmp_path)], env=environment, cwd=tmp_path,
+        capture_output=True, text=True, timeout=4 * HANG_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    before, after = numbers("".join(re.findall(r"held-out loss .*", done.stdout)))
+    assert after < before / 2
+    assert re.search(r"plain transformers: .*\nassistant:\n[a-z]", done.stdout), "an answer"
+
+    open_model = transformers.AutoModelForCausalLM.from_pretrained
+    begun, opened = (open_model(tmp_path / name) for name in ("model", "tuned"))
+    trained = transformers.LlamaForCausalLM(opened.config).eval()
+    onefold.shard(trained)
+    onefold.load(tmp_path / "runs" / "checkpoint-100" / "onefold", trained)
+    tokens = torch.arange(400).view(4, 100)
+    with torch.no_grad():
+        found, wanted, first = (model(tokens).logits for model in (opened, trained, begun))
+    assert torch.equal(found, wanted)
+    assert (first - wanted).abs().max() > 1
+
+
 def three_axes_alone() -> tuple[nn.Module, list[float]]:
     """The training of `three_axes.py` in this process: its model, and the loss of each step."""
     source = (EXAMPLES / "three_axes.py").read_text()

@@ -4,9 +4,10 @@ import argparse
 import logging
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from functools import partial
+from pathlib import Path
 from typing import Any, TextIO
 
 from onefold.app.cli import config_file
@@ -24,6 +25,8 @@ from onefold.app.cli.arguments import (
 )
 from onefold.app.cli.launch import default_ranks, end_with_launcher, is_rank, launch, world_size_of
 from onefold.app.finetune.choices import AUTO, FinetuneJob
+from onefold.app.finetune.trl_flags import spellings
+from onefold.errors import ConfigError
 
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(FinetuneJob)}
 
@@ -40,27 +43,31 @@ datasets.
 A row is {"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [...]}. Under torchrun
 the command uses the ranks of torchrun."""
 
-SPELLINGS = {
-    "--use_peft": "--lora 16", "--lora_r": "--lora R", "--lora_alpha": "--lora R, with alpha 2 R",
-    "--load_in_4bit": "--lora 16 --rest int4", "--load_in_8bit": "--lora 16 --rest int8",
-    "--bf16": "--precision bf16", "--fp16": "--precision bf16", "--dtype": "--precision bf16",
-    "--gradient_checkpointing": "--recompute", "--accelerate_config": "--stage 0 to 3",
-    "--deepspeed": "--stage 0 to 3", "--fsdp": "--stage 3", "--save_steps": "--every N",
-    "--save_total_limit": "--keep K", "--max_grad_norm": "--clip", "--packing": "--packing",
-    "--eval_strategy": "--held-out F", "--num_processes": "--ranks N", "--report_to": "--report-to",
-    "--dataset_config": "--data FILE.jsonl", "--dataset_train_split": "--data FILE.jsonl",
-    "--per_device_eval_batch_size": "--batch N", "--logging_steps": "--json",
-}  # fmt: skip
-"""Flags of `trl sft`, in the spelling of this command."""
+
+class _ResumeFrom(argparse.Action):
+    """`--resume` under TRL's name, which takes no folder here."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
+        option_string: str | None = None,
+    ) -> None:  # fmt: skip
+        if values is not None:
+            folder = Path(values)
+            parent = folder.parent if folder.name.startswith("checkpoint-") else folder
+            hint = f"--checkpoint {parent} --resume continues from the newest checkpoint there"
+            raise ConfigError(f"{option_string} without a folder", repr(values), hint=hint)
+        setattr(namespace, self.dest, True)
 
 
 def add_to(commands: SubParsers) -> None:
     """Add the command's flags."""
     summary = "fine-tune a model of a folder on your rows"
-    add = add_command(commands, "finetune", run_finetune, summary, DESCRIPTION, spellings=SPELLINGS)
+    add = add_command(
+        commands, "finetune", run_finetune, summary, DESCRIPTION, spellings=spellings()
+    )
     add(config_file.FLAG, metavar="FILE", help=config_file.HELP)
-    titles = ("model and data", "memory", "training", "checkpoints")
-    task, memory, loop, saves = (partial(add, group=title) for title in titles)
+    titles = ("model and data", "memory", "training")
+    task, memory, loop = (partial(add, group=title) for title in titles)
     words = {name: DEFAULTS[name] for name in DEFAULTS}
     # fmt: off
     task("--model", "--model_name_or_path", required=True, metavar="DIR", help="a folder with "
@@ -109,14 +116,38 @@ def add_to(commands: SubParsers) -> None:
         "transformers: tensorboard, wandb")
     loop("--report", metavar="DIR", help="write a page about the third step there")
     loop("--profile", metavar="DIR", help=PROFILE)
-    saves("--checkpoint", metavar="DIR", help="save there after the last step, and when "
-        "interrupted (SIGTERM, Ctrl-C)")
-    saves("--every", type=positive, metavar="N", help="save after every N steps as well")
-    saves("--keep", type=positive, metavar="K", default=words["keep"], help="newest checkpoints to "
-        "keep")
-    saves("--resume", "--resume_from_checkpoint", action="store_true", help="continue from the "
-        "newest complete checkpoint in DIR, on any number of ranks")
     # fmt: on
+    _add_checkpoint_flags(partial(add, group="checkpoints"))
+
+
+def _add_checkpoint_flags(add: Callable[..., Any]) -> None:
+    add(
+        "--checkpoint",
+        metavar="DIR",
+        help="save there after the last step, and when interrupted (SIGTERM, Ctrl-C)",
+    )
+    add("--every", type=positive, metavar="N", help="save after every N steps as well")
+    add(
+        "--keep",
+        type=positive,
+        metavar="K",
+        default=DEFAULTS["keep"],
+        help="newest checkpoints to keep",
+    )
+    add(
+        "--resume",
+        action="store_true",
+        help="continue from the newest complete checkpoint in DIR, on any number of ranks",
+    )
+    add(
+        "--resume_from_checkpoint",
+        action=_ResumeFrom,
+        nargs="?",
+        dest="resume",
+        default=False,
+        metavar="DIR",
+        help="the same as --resume, without DIR: --checkpoint names the folder",
+    )
 
 
 def run_finetune(arguments: argparse.Namespace, argv: Sequence[str]) -> int:

@@ -55,13 +55,25 @@ def preflight(job: FinetuneJob) -> RowFile:
         flag = "--every" if job.every else "--resume"
         raise ConfigError(f"--checkpoint with {flag}", "none", hint="pass --checkpoint DIR")
     _check_words(job)
-    for folder in (job.report, job.profile):
-        if folder is not None:
-            prepare(folder, "a report or a profile")
     for out in (job.out, f"{job.out}-merged") if job.merge else (job.out,):
         _check_out(Path(out))
     _check_folder(job.model)
-    return open_rows(Path(job.data))
+    rows = open_rows(Path(job.data))
+    _prepare_folders(job)
+    return rows
+
+
+def _prepare_folders(job: FinetuneJob) -> None:
+    """Make the folders that the run writes to before its end."""
+    saved = sorted(path.name for path in Path(job.checkpoint or "").glob("checkpoint-*"))
+    if job.checkpoint is not None and saved and not job.resume:
+        hint = "go on from there with --resume, or save to another directory"
+        raise ConfigError(f"--checkpoint {job.checkpoint!r} to be empty", saved[-1], hint=hint)
+    for folder in (job.report, job.profile):
+        if folder is not None:
+            prepare(folder, "a report or a profile")
+    if job.checkpoint is not None:
+        prepare(job.checkpoint, "checkpoints")
 
 
 def _check_words(job: FinetuneJob) -> None:
@@ -152,10 +164,7 @@ def finetune(
     longer, line = rows.longer_than(job.seq, lambda row: token_count(tokenizer, row))
     if longer:
         count = f"{longer:,d} of {len(rows.places):,d} rows"
-        note = "packed in parts" if job.packing else "cut"
-        observer.noted(
-            f"{count} have more than {job.seq} tokens and are {note}, line {line:,d} first"
-        )
+        observer.noted(f"{count} have more than {job.seq} tokens and are cut, line {line:,d} first")
     with TemporaryDirectory(prefix="onefold_") as folder:
         run = _Run(job, rows, tokenizer, module, way, world, observer, folder)
         return run.train()
@@ -165,14 +174,19 @@ def _heading(
     job: FinetuneJob, rows: RowFile, way: Way, module: nn.Module, world: World,
     observer: FinetuneObserver,
 ) -> None:  # fmt: skip
-    numel = sum(p.numel() for p in module.parameters())
-    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    numel, trained = _numels(module)
     share = f", {trained:,d} of them trained" if trained < numel else ""
     ranks = f"{world.world_size} rank{'s' * (world.world_size > 1)}"
     observer.noted(
         f"{job.model}: {numel:,d} parameters{share}, over {ranks}; {way.line}; "
         f"{len(rows.places):,d} rows of {job.data}"
     )
+
+
+def _numels(module: nn.Module) -> tuple[int, int]:
+    """Count the parameters of a model before a frozen base is packed, and the trained ones."""
+    parameters = list(module.parameters())
+    return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
 
 
 @dataclass(slots=True)
@@ -188,11 +202,13 @@ class _Run:
     observer: FinetuneObserver
     folder: str  # for files of this rank
     answers: list[str] = field(default_factory=list)
+    numels: tuple[int, int] = (0, 0)  # of all parameters, and of the trained ones
 
     def train(self) -> FinetuneResult:
         from onefold.app.train.checkpoints import StopRequests
 
         job, world = self.job, self.world
+        self.numels = _numels(self.module)
         train, held_out = self.rows.split(job.held_out, job.seed)
         self._shard()
         with StopRequests(is_active=job.checkpoint is not None) as requests:
@@ -364,9 +380,8 @@ class _Run:
         return FinetuneResult(
             way=self.way, steps=trainer.state.global_step, losses=progress.losses,
             held_out=held_out, answer=answer, seconds=seconds,
-            num_parameters=sum(p.numel() for p in self.module.parameters()),
-            num_trained=sum(p.numel() for p in self.module.parameters() if p.requires_grad),
-            memory=memory, saved=saved, stopped_by=progress.stopped_by,
+            num_parameters=self.numels[0], num_trained=self.numels[1], memory=memory,
+            saved=saved, stopped_by=progress.stopped_by,
         )  # fmt: skip
 
 
