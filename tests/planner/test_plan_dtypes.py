@@ -8,12 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import onefold
+from onefold import Precision
 from onefold.errors import ConfigError
 from onefold.planner.models.gpt import GPT, GPTConfig
 from onefold.planner.planning import plan
 from onefold.planner.result import Plan
 from onefold.text import format_bytes
+from tests.support.planned import most_of
+from tests.support.ranks import run_ranks, seeded
 from tests.support.rows import worlds_in_turn
 
 SEQ = 32
@@ -119,3 +124,51 @@ def test_for_a_module_the_offer_is_the_owners_line():
 def test_a_dtype_that_cannot_be_chosen_is_refused(model, dtype):
     with pytest.raises(ConfigError, match="dtype"):
         planned(model, dtype=dtype)
+
+
+class Adapted(nn.Module):
+    """A frozen block with a layer that trains next to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 128), nn.Linear(128, 64)
+        self.requires_grad_(False)
+        self.added = nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(self.norm(x)).relu()) + self.added(x)
+
+
+def adapted() -> nn.Module:
+    blocks = [Adapted() for _ in range(3)]
+    return nn.Sequential(nn.Embedding(64, 64).requires_grad_(False), *blocks, nn.Linear(64, 64))
+
+
+@pytest.mark.parametrize("compute", [None, torch.bfloat16])
+@pytest.mark.parametrize("word", ["int8", "int4"])
+def test_a_plan_of_frozen_weights_in_few_bits_is_what_a_run_holds(word, compute):
+    """To the byte, but for partial gradients, which may leave earlier than planned."""
+    precision = Precision(frozen=word, compute=compute)
+
+    def run(rank: int, stage: int) -> dict[str, int]:
+        module = seeded(adapted)
+        optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad])
+        onefold.shard(module, optimizer, stage=stage, precision=precision)
+        for _ in range(2):
+            module(torch.arange(16).view(2, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        memory = onefold.report(module).memory
+        return {kind: sum(usage.peak for usage in of.values()) for kind, of in memory.items()}
+
+    numel = sum(parameter.numel() for parameter in adapted().parameters())
+    for world_size, stage in ((1, 3), (2, 0), (2, 2), (3, 3)):
+        made = onefold.plan(
+            adapted(), world_size=world_size, seq=8, batch=2, stage=stage, offload="none",
+            precision=precision,
+        )  # fmt: skip
+        assert made.numel == numel
+        held = run_ranks(world_size, run, stage)[0]
+        for kind, nbytes in held.items():
+            planned = most_of(made.taken.forecast, kind)
+            assert (planned >= nbytes) if kind == "partial_grad" else (planned == nbytes), kind

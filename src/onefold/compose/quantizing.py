@@ -2,13 +2,17 @@
 
 quantize_frozen         frozen weights of plain Linears, in a codec of the wire: Precision.frozen
 quantize_for_products   matrices that modules multiply with, in formats of torch's kernels
+
+For a plan a module on `meta` is quantized without values: inside `without_reading`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -105,6 +109,21 @@ def quantize_for_products(
         else:
             _replace(owned, _quantized(parameter, about))
     return kept
+
+
+@contextmanager
+def without_reading(tree: ModuleTree) -> Iterator[None]:
+    """Let weights on `meta` be quantized by their shapes alone: a plan reads no values."""
+    promise(tree.root, cast("Values", _Unread()))
+    yield
+    forget(tree)
+
+
+class _Unread:
+    """Promises the values of every weight."""
+
+    def __contains__(self, name: str) -> bool:
+        return True
 
 
 class QuantizedValues:

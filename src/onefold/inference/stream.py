@@ -7,13 +7,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import cast
 
 from torch import nn
 
 from onefold.compose import checks
 from onefold.compose.parts import Arguments, Choices
-from onefold.compose.quantizing import KeptExact, quantize_for_products
+from onefold.compose.quantizing import KeptExact, quantize_for_products, without_reading
 from onefold.compose.resolve import examine, examine_together
 from onefold.config import Inference, Offload, Precision, nearest_word, offload_of
 from onefold.engine.registry import engine_of
@@ -24,7 +23,7 @@ from onefold.fit.kept_units import gathered_units, units_to_keep, with_residents
 from onefold.layout.module_tree import ModuleTree
 from onefold.layout.units import UnitPlan, repeated_blocks
 from onefold.recipe import Recipe
-from onefold.unit.promises import Values, forget, promise, promised_values
+from onefold.unit.promises import promised_values
 from onefold.wire.collectives import Group
 from onefold.wire.ranks import Ranks, local_place
 from onefold.wire.together import together
@@ -73,22 +72,14 @@ def recipe_of_stream(
     for _, parameter, *_ in tree.parameters():
         parameter.requires_grad_(False)
     if rest is not None:
-        promise(module, cast("Values", _Unread()))
-        quantize_for_products(module, rest, ranks.device_type)
-        forget(tree)
+        with without_reading(tree):
+            quantize_for_products(module, rest, ranks.device_type)
     arguments = examine(tree, None, _tiled(tree, budget, rest, offload), Group.from_handle(None))
     recipe = replace(
         arguments.recipe, world_size=ranks.world_size, local_world_size=ranks.local_world_size,
         device_type=ranks.device_type,
     )  # fmt: skip
     return with_residents(recipe), arguments.parts.plans
-
-
-class _Unread:
-    """Promises the values of every weight to a plan, which reads none."""
-
-    def __contains__(self, name: str) -> bool:
-        return True
 
 
 def _checked_choices(

@@ -11,7 +11,6 @@ from torch import nn
 from onefold.config import PRECISIONS, PrecisionChoice, StageChoice, precision_of
 from onefold.errors import ConfigError
 from onefold.layout.module_tree import ModuleTree
-from onefold.layout.units import plan_units
 from onefold.planner.bf16_weights import bf16_weights
 from onefold.planner.clusters import (
     ClusterChoice,
@@ -35,7 +34,7 @@ from onefold.planner.script import building_lines, preparing_lines, trained_name
 from onefold.planner.search import Candidate, Row, Search, best_of, candidates, lossy, nearest
 from onefold.planner.show import MixedPlan
 from onefold.planner.storages import Untraceable
-from onefold.planner.trace import Trace, tokens_of, trace, without_values
+from onefold.planner.trace import Trace, tokens_of, trace, traced_units, without_values
 from onefold.recipe import Recipe
 from onefold.wire_config import WireChoice
 
@@ -184,7 +183,7 @@ def _traces(
     try:
         first, two = exact(rows), exact(2) if is_open else None
     except Untraceable as error:
-        units = plan_units(ModuleTree.from_root(without_values(module)), precision=precision)
+        units, _ = traced_units(ModuleTree.from_root(without_values(module)), None, precision)
         exact = cache(lambda rows: estimated(units, rows * seq, precision))
         first, two = exact(rows), exact(2) if is_open else None
         estimates = (f"activations and work, as the forward cannot be traced ({error})",)

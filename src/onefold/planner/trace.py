@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
+from onefold.compose.quantizing import quantize_frozen, without_reading
 from onefold.config import Precision
 from onefold.engine.hooks import hook, keep_dtypes
 from onefold.engine.walks import Call
@@ -47,11 +48,12 @@ class Trace:
     events: tuple[Event, ...]
     batch_nbytes: int  # the inputs
     buffers_nbytes: int
+    num_parameters: int = 0  # before weights are quantized; 0: as units have elements
 
     @property
     def numel(self) -> int:
         """Parameters of the model."""
-        return sum(unit.numel for unit in self.units)
+        return self.num_parameters or sum(unit.numel for unit in self.units)
 
     def work(self, tokens: int) -> ModelWork:
         """Return the work for the simulator; `tokens` of the micro-batch."""
@@ -80,7 +82,7 @@ class Trace:
             for first, second in zip(self.units, two.units, strict=True)
         )  # fmt: skip
         batch = line(self.batch_nbytes, two.batch_nbytes)
-        return Trace(units, events, batch, self.buffers_nbytes)
+        return Trace(units, events, batch, self.buffers_nbytes, self.num_parameters)
 
 
 def tokens_of(batch: int, seq: int) -> Inputs:
@@ -115,7 +117,7 @@ def trace(
     inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
     inputs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), inputs)
     tree, precision = ModuleTree.from_root(skeleton), precision or Precision()
-    tracer = _Tracer(skeleton, plan_units(tree, units, precision=precision), precision)
+    tracer = _Tracer(tree, *traced_units(tree, units, precision), precision)
     if precision.compute is not None:
         keep_dtypes(tree.modules, precision.compute)
     storages = tracer.storages = Storages(device_type, tracer.note_work)
@@ -133,6 +135,7 @@ def trace(
         events=tuple(tracer.events),
         batch_nbytes=sum(tensor.nbytes for tensor in tensors_in(inputs)),
         buffers_nbytes=sum(buffer.nbytes for buffer in skeleton.buffers()),
+        num_parameters=sum(parameter.numel() for parameter in skeleton.parameters()),
     )
 
 
@@ -147,6 +150,22 @@ def _run_traced(module: nn.Module, inputs: Inputs, loss: Loss, tracer: _Tracer) 
         accumulate_grad=True,
     )  # fmt: skip
     tracer.end_backward()
+
+
+def traced_units(
+    tree: ModuleTree, units: UnitChoice, precision: Precision
+) -> tuple[list[UnitPlan], Mapping[nn.Module, nn.Module]]:
+    """Return the units, and modules of `tree` by theirs: a copy's, where weights are quantized.
+
+    The trace runs with exact weights: what decoding takes is counted with the unit.
+    """
+    if precision.frozen is None:
+        return plan_units(tree, units, precision=precision), {}
+    packed = ModuleTree.from_root(without_values(tree.root))
+    with without_reading(packed):
+        quantize_frozen(packed, [], precision.frozen)
+    twins = dict(zip(packed.root.modules(), tree.root.modules(), strict=True))
+    return plan_units(packed, units, precision=precision), twins
 
 
 def without_values(module: nn.Module) -> nn.Module:
@@ -168,7 +187,11 @@ def without_values(module: nn.Module) -> nn.Module:
 class _Tracer:
     """Takes the place of the engine: writes down the events that hooks announce."""
 
-    def __init__(self, module: nn.Module, plans: list[UnitPlan], precision: Precision) -> None:
+    def __init__(
+        self, tree: ModuleTree, plans: list[UnitPlan], twins: Mapping[nn.Module, nn.Module],
+        precision: Precision,
+    ) -> None:  # fmt: skip
+        """`twins`: modules of `tree` by those of the plans, where these are another module's."""
         self.context = SimpleNamespace(compute=precision.compute)
         self.saved, self.ledger, self.is_unsharded = None, None, False
         self.events: list[Event] = []
@@ -177,15 +200,19 @@ class _Tracer:
         self._working: list[int] = []  # units whose modules run, the innermost last
         self._reached = -1  # the unit that autograd reached last
         self._is_backward = False
-        self._units = [self._unit(index, plan, precision) for index, plan in enumerate(plans)]
+        traced = {fqn: parameter for fqn, parameter, *_ in tree.parameters()} if twins else {}
+        self._units = [self._unit(i, plan, traced, precision) for i, plan in enumerate(plans)]
         self._forward, self._backward = ([Work()] * len(plans) for _ in range(2))
-        users = {index: plan.modules for index, plan in enumerate(plans)}
-        hook(self, users, root=module)
+        users = {i: [twins.get(m, m) for m in plan.modules] for i, plan in enumerate(plans)}
+        hook(self, users, root=tree.root)
 
-    def _unit(self, index: int, plan: UnitPlan, precision: Precision) -> UnitWork:
+    def _unit(
+        self, index: int, plan: UnitPlan, traced: Mapping[str, nn.Parameter], precision: Precision
+    ) -> UnitWork:
         members: list[Member] = []
         for position, owned in enumerate(plan.members):
-            parameter, member = owned.parameter, owned.member(precision.compute)
+            parameter = traced.get(owned.fqn, owned.parameter)
+            member = owned.member(precision.compute)
             if member.compute_dtype != member.dtype:
                 parameter.data = parameter.data.to(member.compute_dtype)
             if parameter.requires_grad:

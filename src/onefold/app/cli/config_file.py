@@ -71,7 +71,7 @@ def word_of(
     flag = action.option_strings[0]
     is_list = isinstance(value, list)
     text = ",".join(map(str, value)) if is_list else str(value)
-    if action.nargs == 0:
+    if action.nargs == 0 or (action.nargs == "?" and isinstance(value, bool)):
         if not isinstance(value, bool):
             raise _refused(flag, "true or false", value)
         return flag if value else ""

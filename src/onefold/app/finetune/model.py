@@ -13,7 +13,7 @@ import onefold
 from onefold.app.finetune.choices import AUTO, FinetuneJob
 from onefold.app.finetune.row_file import Row, RowFile
 from onefold.app.generate.sources import TOKENIZERS
-from onefold.config import PrecisionWord
+from onefold.config import PrecisionWord, precision_of
 from onefold.errors import ConfigError
 from onefold.planner.models.loader import described, recompute
 from onefold.planner.planning import plan
@@ -146,6 +146,7 @@ def _precision(job: FinetuneJob, module: nn.Module, device: torch.device) -> Pre
 
 def _choose(job: FinetuneJob, module: nn.Module, world: World) -> Way:
     precision = _precision(job, module, world.device)
+    packed = replace(precision_of(precision), frozen=job.rest)
     plans: list[Plan] = []
     try:
         for recomputes in (True,) if job.recompute else (False, True):
@@ -154,7 +155,7 @@ def _choose(job: FinetuneJob, module: nn.Module, world: World) -> Way:
             plans.append(
                 plan(
                     module, world_size=world.world_size, seq=job.seq, batch=job.batch,
-                    accumulate=job.accumulate, precision=precision, stage=job.stage,
+                    accumulate=job.accumulate, precision=packed, stage=job.stage,
                     offload="none" if job.offload is None else _tier(job.offload),
                     recompute=recomputes,
                 )
