@@ -4,7 +4,7 @@
 
 The model has random weights, which its folder holds in bf16: ranks read their own rows and train in
 fp32. DIR needs 8 GB of disk; the machine needs 21 GB of free memory. Compared are, for the rank
-that holds most: the ledger's peak with the plan's and with own shards, two units and staging; and the
+that holds most: the ledger's peak with the plan's, and with own shards and two units; and the
 resident peak with the ledger's, activations and what the imports take. Writes
 `benchmarks/results/DATE-finetune.json`.
 """
