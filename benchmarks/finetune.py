@@ -31,8 +31,9 @@ from onefold.recording.report import UPPER_BOUNDS
 RANKS = 2
 SIZES = {
     "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
-    "num_attention_heads": 32, "num_key_value_heads": 4, "max_position_embeddings": 2048,
-    "tie_word_embeddings": False, "vocab_size": 32_000, "dtype": "bfloat16",
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 64,
+    "max_position_embeddings": 2048, "tie_word_embeddings": False, "vocab_size": 32_000,
+    "dtype": "bfloat16",
 }  # fmt: skip
 MAKE = """
 import sys
