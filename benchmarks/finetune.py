@@ -48,7 +48,6 @@ import resource
 import onefold.app.finetune.tuning, onefold.app.finetune.model, onefold.hf
 import datasets, peft, transformers, trl
 from trl import SFTTrainer
-from onefold.app.finetune.tuning import FinetuneTrainer
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
 
@@ -89,6 +88,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--seq", type=int, default=128)
     asked = parser.parse_args()
+    imports = int(output_of("-c", IMPORT))
     with tempfile.TemporaryDirectory(dir=asked.folder) as place:
         folder = Path(place)
         model = made(folder)
@@ -104,7 +104,6 @@ def main() -> None:
     most = max(ranks, key=lambda rank: rank["total_peak"])
     numel, resident = tuned["num_parameters"], max(rank["resident_peak"] for rank in ranks)
     unit = 4 * SIZES["vocab_size"] * SIZES["hidden_size"]  # the largest: an embedding
-    imports = int(output_of("-c", IMPORT))
     activations = whole - own
     row: dict[str, Any] = {
         "way": way["line"], "parameters": numel, "torch": torch.__version__,
