@@ -6,7 +6,7 @@ See docs/adr/0021.
 """
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import ref
 
@@ -18,16 +18,29 @@ from onefold.engine.engine import Engine
 from onefold.unit.parameter import UnitParameter
 
 
+class AdaptersAtHand:
+    """Whether rank 0 has adapters whole already: a state dict then sends none. Of a run."""
+
+    def __init__(self) -> None:
+        self.are_known: Callable[[], bool] = lambda: False
+
+    def ask(self, are_known: Callable[[], bool]) -> None:
+        """Ask `are_known` from now on."""
+        self.are_known = are_known
+
+
 def show_whole(module: nn.Module, engine: Engine) -> None:
     """Let `module.state_dict()` gather adapters: a collective, if there are any.
 
-    Rank 0 may have them whole already; see `Engine.are_adapters_known`.
+    Rank 0 may have them whole already: `AdaptersAtHand`.
     """
     alive = ref(engine)
 
     def gather(root: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
         engine = alive()
-        if engine is None or not getattr(root, "peft_config", None) or engine.are_adapters_known():
+        if engine is None or not getattr(root, "peft_config", None):
+            return
+        if engine.facts.about(AdaptersAtHand).are_known():
             return
         wanted: dict[str, UnitParameter] = {}
         bases = _adapted_embeddings(root)

@@ -52,7 +52,6 @@ class Engine:
         """`build` makes the units, `build_adapters` those of parameters that join later."""
         self.module = ref(module)
         self.build_adapters = build_adapters
-        self.are_adapters_known: Callable[[], bool] = lambda: False  # rank 0 has them whole now
         self.context = context
         self.recipe = recipe
         self.facts = facts

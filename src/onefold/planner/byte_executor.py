@@ -1,7 +1,4 @@
-"""Execute a schedule's actions on byte counters: the counterpart of engine/executor.py.
-
-It says what the engine does a second time; docs/adr/0020 has what that saves.
-"""
+"""Execute a schedule's actions on byte counters, as engine/executor.py does: see docs/adr/0020."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence

@@ -39,6 +39,7 @@ from onefold.checkpoint.pretrained import write_pretrained
 from onefold.checkpoint.safetensors import MAX_SHARD_NBYTES
 from onefold.checkpoint.save import save
 from onefold.checkpoint.stages import ShardedModel
+from onefold.engine.adapters import AdaptersAtHand
 from onefold.engine.engine import Engine
 from onefold.engine.registry import engine_of
 from onefold.errors import CheckpointError, StateError, WireError
@@ -218,7 +219,7 @@ class WholeWeights:
         if whole is None:
             whole = module.__dict__[WHOLE] = WholeWeights(module, folder)
             module.register_state_dict_post_hook(partial(whole.show))  # torch marks the hook
-            engine_of(module).are_adapters_known = whole.is_current
+            engine_of(module).facts.about(AdaptersAtHand).ask(whole.is_current)
             if callable(getattr(module, "save_pretrained", None)):
                 module.__dict__["save_pretrained"] = whole.save_pretrained
         whole._folder = folder / _FOLDER

@@ -60,9 +60,8 @@ def add_to(commands: SubParsers) -> None:
         "the parameters' own)")
     task("--model", default=DEFAULTS.model, metavar="NAME|DIR|config.json|module:function",
         help="tiny, mini, small, large (0.9, 5, 57, 1000 M parameters), llama-8b, llama-70b, "
-        "mixtral-8x7b, qwen3-30b-a3b; a folder of safetensors files, trained from its weights; a "
-        "Hugging Face config, from random ones; or a function that returns a module from byte "
-        "tokens to logits")
+        "mixtral-8x7b, qwen3-30b-a3b; a folder of safetensors files, for its weights; a Hugging "
+        "Face config, for random ones; or a function of a module from byte tokens to logits")
     task("--dtype", metavar="fp32|bf16|fp16", help="dtype of the weights; masters of narrow ones "
         "are fp32 (default: that of the configuration, else fp32)")
     task("--data", metavar="DIR", help="folder of text files (default: the standard library)")

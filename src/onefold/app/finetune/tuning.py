@@ -324,12 +324,17 @@ class _Run:
         )
 
     def _write_answer(self, row: Row | None) -> None:
-        """Let the model continue the prompt; every rank writes the same text."""
+        """Let the model continue the prompt; every rank writes the same text.
+
+        Weights are kept between tokens as far as the planned peak has room for them.
+        """
         if row is None:
             return
         import torch
 
+        from onefold import report
         from onefold.inference.stream import generating
+        from onefold.tier.device import return_free_memory
 
         inputs = self.tokenizer(self._shown(row), return_tensors="pt", add_special_tokens=False)
         inputs = {name: value[:, -self.job.seq :].to(self.world.device)
@@ -337,7 +342,10 @@ class _Run:
         module: Any = self.module
         was_training = module.training
         module.eval()
-        with torch.no_grad(), generating(module):
+        return_free_memory()
+        held = report(module).total.now
+        budget = max(0, self.way.peak_nbytes - held) if self.way.peak_nbytes else None
+        with torch.no_grad(), generating(module, budget):
             tokens = module.generate(
                 **inputs, max_new_tokens=self.job.sample, do_sample=False, use_cache=True,
                 pad_token_id=self.tokenizer.pad_token_id,
