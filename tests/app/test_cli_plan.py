@@ -21,12 +21,12 @@ def test_a_plan_is_a_table_a_verdict_a_command_and_a_line():
     heads = lines[2].split()
     assert heads == ["stage", "offload", "memory", "fits", "step", "why"]
     assert [line.split()[:2] for line in lines[3:12]] == [
-        ["0", "none"], ["*1", "none"], ["2", "none"], ["3", "none"], ["1", "optimizer"],
+        ["*0", "none"], ["1", "none"], ["2", "none"], ["3", "none"], ["1", "optimizer"],
         ["2", "optimizer"], ["3", "optimizer"], ["3", "cpu"], ["3", "disk"],
     ]  # fmt: skip
     assert "stage 0 fits with" in done.stdout
-    assert "  onefold train --model tiny --stage 1 --batch 1 --seq 64 --ranks 4" in lines
-    assert "  onefold.shard(model, optimizer, stage=1)" in lines
+    assert "  onefold train --model tiny --stage 0 --batch 1 --seq 64 --ranks 4" in lines
+    assert "  onefold.shard(model, optimizer, stage=0)" in lines
     assert "more devices:" not in done.stdout, "the answer stays on a small screen"
 
 
