@@ -185,7 +185,7 @@ class Engine:
         """A module that uses unit `index` starts: its weights are unsharded on return."""
         phase = self._phase()
         if self.schedule.forward_depth == 0 and phase is not Phase.BACKWARD:
-            self.prepare() if self.schedule.is_backward else self._follow()  # no root is called
+            self.prepare() if self.schedule.is_backward else self._follow()  # a part is called
         call, actions = self.schedule.enter(index, phase)
         call.note_edits(self.units[index].edits.at_rest())
         self.executor.do(actions)

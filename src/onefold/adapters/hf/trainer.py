@@ -278,14 +278,10 @@ def _described_choices(choices: dict[str, Any]) -> str:
 def _refuse_unsharded(model: nn.Module) -> None:
     """Raise `StateError` for a model that the Trainer has built anew."""
     if not is_sharded(model):
-        got = (
-            f"another {type(model).__name__}, as Trainer(model_init=...) builds in train(), or one "
-        )
-        got += "that add_callback came too late for"
+        got = f"another {type(model).__name__}, as Trainer(model_init=...) builds in train(), "
+        got += "or one that add_callback came too late for"
         hint = "pass Trainer(model=..., callbacks=[onefold.hf.Callback(...)]), or derive the "
-        hint += (
-            "trainer from onefold.hf.TrainerMixin, which shards each model that model_init builds"
-        )
+        hint += "trainer from onefold.hf.TrainerMixin, which shards all that model_init builds"
         raise StateError("the model that onefold.hf.Callback has sharded", got, hint=hint)
 
 
