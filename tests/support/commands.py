@@ -257,16 +257,15 @@ class ForkedRank(SubprocessHandler):
         return Forked(self._maker.fork(args, env, out, err), args)
 
 
-def _run_python(args: Sequence[str]) -> None:
-    """What `python [-uP] script ...` or `python [-uP] -m module ...` runs."""
+def _run_python(args: Sequence[str]) -> dict[str, Any]:
+    """What `python [-uP] script ...` or `python [-uP] -m module ...` runs. Returns its globals."""
     at = next(i for i, word in enumerate(args) if i and (word == "-m" or word[0] != "-"))
     if args[at] == "-m":
         sys.argv = list(args[at + 1 :])
-        runpy.run_module(args[at + 1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = list(args[at:])
-        sys.path.insert(0, str(Path(args[at]).parent))
-        runpy.run_path(args[at], run_name="__main__")
+        return runpy.run_module(args[at + 1], run_name="__main__", alter_sys=True)
+    sys.argv = list(args[at:])
+    sys.path.insert(0, str(Path(args[at]).parent))
+    return runpy.run_path(args[at], run_name="__main__")
 
 
 def _be(body: Callable[[], Any], out: int, err: int) -> None:
@@ -284,7 +283,11 @@ def _be(body: Callable[[], Any], out: int, err: int) -> None:
         faulthandler.register(signal.SIGALRM, sys.stderr, chain=True)  # says where it hangs
         warnings.resetwarnings()
         warnings.simplefilter("ignore", DeprecationWarning)
-        code = body() or 0
+        # What a script leaves lives until `os._exit`. The reducer of a DDP, freed as the last to
+        # hold its group of gloo, joins the group's threads with Python's lock, which one of them
+        # may wait for (torch 2.13.0): now and then a rank of a plain script hung at its end.
+        left = body()
+        code = left if isinstance(left, int) else 0
     except SystemExit as end:
         code = end.code or 0
     except BaseException:
