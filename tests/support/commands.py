@@ -268,10 +268,18 @@ def _run_python(args: Sequence[str]) -> dict[str, Any]:
     return runpy.run_path(args[at], run_name="__main__")
 
 
+def forget_accelerate() -> None:
+    """Let Accelerate join as in a new process: an earlier test may have joined as a single one."""
+    if module := sys.modules.get("accelerate.state"):
+        for state in ("AcceleratorState", "GradientState", "PartialState"):
+            getattr(module, state)._reset_state()
+
+
 def _be(body: Callable[[], Any], out: int, err: int) -> None:
     """Be a process that calls `body`: with signals, output and warnings of one that just began."""
     code: Any = 1
     spare_collector()
+    forget_accelerate()
     try:
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tests.support.commands import forget_accelerate
 from tests.support.ports import free_port
 from tests.support.ranks import run_processes
 
@@ -36,12 +36,5 @@ def _fork(
     os.environ.update({name: str(value) for name, value in names.items()})
     os.environ.update(MASTER_ADDR="localhost", LOCAL_WORLD_SIZE=str(world_size))
     warnings.simplefilter("ignore")  # of libraries, in a process of its own
-    _forget_parent()
+    forget_accelerate()
     torch.save(body(rank, *args), folder / f"{rank}.pt")
-
-
-def _forget_parent() -> None:
-    """Let Accelerate join as in a new process: an earlier test may have joined as a single one."""
-    for state in ("AcceleratorState", "GradientState", "PartialState"):
-        if module := sys.modules.get("accelerate.state"):
-            getattr(module, state)._reset_state()
