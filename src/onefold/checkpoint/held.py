@@ -31,6 +31,7 @@ from onefold.engine.optimizer_state import common_state
 from onefold.engine.own_state import added_state, shared_groups
 from onefold.errors import CheckpointError
 from onefold.unit.parameter import UnitParameter
+from onefold.unit.unit import unit_of
 
 
 def plain(value: object) -> Any:
@@ -104,7 +105,7 @@ def state_held_by(model: ShardedModel, inside: OwnTensors) -> Iterator[Held]:
     }
     for parameter, own in rows.items():
         yield from own.pieces_at((MODEL, parameter.fqn), parameter.local)
-        if parameter.unit.master is not None:
+        if unit_of(parameter).master is not None:
             yield from own.pieces_at((MASTER, parameter.fqn), parameter.stepped)
     if model.is_first:
         yield from _of_first_rank(model, inside)

@@ -38,6 +38,7 @@ from onefold.layout.cut import Box, spans_of
 from onefold.layout.module_tree import uncompiled
 from onefold.unit.decoded import DecodedWeight
 from onefold.unit.promises import promise
+from onefold.unit.unit import unit_of
 
 
 def save_pretrained(
@@ -141,7 +142,7 @@ class _Written:
         for fqn in _names_of(model):
             if fqn in by_name:
                 name = tied_source(module, fqn) if original_names else fqn
-                tensors[name] = Mosaic.blank(fqn, by_name[fqn].shape, by_name[fqn].unit.dtype)
+                tensors[name] = Mosaic.blank(fqn, by_name[fqn].shape, unit_of(by_name[fqn]).dtype)
         for name, buffer in _buffers(model).items():
             tensors[name] = Mosaic.blank(name, tuple(buffer.shape), buffer.dtype)
         is_whole = model.names is None and not any(p.spec.is_packed for p in model.parameters())

@@ -32,7 +32,7 @@ from onefold.engine.optimizer import OptimizerBinding
 from onefold.engine.own_state import give_back
 from onefold.errors import CheckpointError
 from onefold.unit.parameter import UnitParameter
-from onefold.unit.unit import Unit
+from onefold.unit.unit import Unit, unit_of
 
 
 class Targets:
@@ -259,14 +259,14 @@ class Targets:
         """Return the weight's name if it has the dtype that is stepped, else its master's."""
         fqn = fqn or parameter.fqn
         weight, master = self._prefix + fqn, f"{MASTER}.{fqn}"
-        is_alike = self.source.tensors[weight].dtype == parameter.unit.stepped.dtype
+        is_alike = self.source.tensors[weight].dtype == unit_of(parameter).stepped.dtype
         return weight if is_alike or master not in self.source.tensors else master
 
     def _was_stepped_alike(self, parameter: UnitParameter) -> bool:
         """True if a weight, or its master, was stepped in the dtype in which it will be."""
         tensors, weight = self.source.tensors, self._prefix + parameter.fqn
         saved = tensors.get(f"{MASTER}.{parameter.fqn}", tensors[weight])
-        return saved.dtype == parameter.unit.stepped.dtype
+        return saved.dtype == unit_of(parameter).stepped.dtype
 
     def _gradients(self, parameter: UnitParameter) -> list[str]:
         """Return the names of a parameter's gradients: the mean, and partials of own or all ranks.
@@ -284,7 +284,7 @@ class Targets:
         return self._keeps_partials and name.startswith(f"{PARTIAL}.")
 
     def _gradient_target(self, name: str, parameter: UnitParameter) -> Tensor:
-        unit = parameter.unit
+        unit = unit_of(parameter)
         if self._is_kept_partial(name):
             options = {"dtype": unit.compute_dtype, "device": unit.context.store.device}
             return torch.empty(parameter.slot.shape, **options)
@@ -299,7 +299,7 @@ class Targets:
         if saved is None:
             return None
         is_like_weight = saved.shape == parameter.shape != ()
-        unit = parameter.unit
+        unit = unit_of(parameter)
         if not is_like_weight or not binding.is_flat:
             return _empty(saved, unit.context.store.device)
         key = self._states[name][1:]

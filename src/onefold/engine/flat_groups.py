@@ -29,7 +29,7 @@ from onefold.engine.rules import (
 from onefold.errors import ConfigError
 from onefold.layout.model_axes import local_of
 from onefold.unit.parameter import UnitParameter
-from onefold.unit.unit import Unit
+from onefold.unit.unit import Unit, unit_of
 
 
 @dataclass(slots=True, eq=False)
@@ -45,7 +45,8 @@ class FlatGroup:
 
     @property
     def unit(self) -> Unit:
-        return self.parameters[0].unit
+        unit: Any = self.parameters[0].unit  # asked often: `unit_of` would be a call more
+        return unit  # type: ignore[no-any-return]
 
     def part(self, flat: Tensor) -> Tensor:
         """Return the group's stretch of a flat tensor of the unit; shorter where that ends."""
@@ -102,7 +103,7 @@ class FlatStep:
 
     def import_state(self, parameter: UnitParameter, state: State) -> None:
         """Cut per-parameter state to own rows; flat groups take it over at the next step."""
-        self._split_states(parameter.unit)
+        self._split_states(unit_of(parameter))
         own = {name: _own_rows(parameter, name, value) for name, value in state.items()}
         self._imported[parameter] = own
         self._shown[parameter] = {  # until a flat group takes it over
@@ -189,7 +190,7 @@ class FlatStep:
         """Note that states of parameters lie in moments; raise `StateError` if another's do."""
         for name in names:
             for parameter in parameters:
-                parameter.unit.keep_moment(parameter, name, self)
+                unit_of(parameter).keep_moment(parameter, name, self)
 
     def _segment(self, flat: FlatGroup, rule: Rule) -> Segment:
         """Return the part of a unit's background step that steps a flat group.
@@ -403,11 +404,11 @@ def _own_rows(parameter: UnitParameter, name: str, value: object) -> object:
         return value
     shape = tuple(value.shape)
     if shape == parameter.shape and shape != ():
-        return parameter.unwrap(value.detach()).to(parameter.unit.stepped.dtype)
+        return parameter.unwrap(value.detach()).to(unit_of(parameter).stepped.dtype)
     if value.numel() == 1:
         own = local_of(value.detach()).clone()
         # torch's load_state_dict has narrowed a moment to the dtype of its parameter
-        return own.to(parameter.unit.stepped.dtype) if _is_rows(parameter, name, own) else own
+        return own.to(unit_of(parameter).stepped.dtype) if _is_rows(parameter, name, own) else own
     raise cannot_cut(parameter.fqn, name, parameter.shape, shape)
 
 

@@ -18,7 +18,7 @@ from onefold.engine.schedule import Schedule
 from onefold.engine.watch import in_backward
 from onefold.unit import refusals, user_hooks
 from onefold.unit.parameter import UnitParameter
-from onefold.unit.unit import Unit
+from onefold.unit.unit import Unit, unit_of
 
 
 class GradientHooks:
@@ -40,7 +40,7 @@ class GradientHooks:
     def run_due(self, units: Sequence[Unit]) -> None:
         """Run all hooks that are due, if there are some: the backward is over."""
         self._turns = {unit: turn for turn, unit in enumerate(reversed(units))}
-        self._run_hooked(sorted(self.due, key=lambda p: (self._turns[p.unit], p.index)))
+        self._run_hooked(sorted(self.due, key=lambda p: (self._turns[unit_of(p)], p.index)))
 
     def run_early(self, unit: Unit) -> None:
         """Run the hooks of a unit that backward steps next."""
@@ -54,17 +54,17 @@ class GradientHooks:
         self._hooked = set(hooked)
         for parameter in hooked:
             del self.due[parameter]
-            parameter.unit.gradient.held_back.hold(parameter)
+            unit_of(parameter).gradient.held_back.hold(parameter)
         try:
             for parameter in hooked:
                 self.turn = parameter
-                parameter.unit.gradient.held_back.show(parameter)
+                unit_of(parameter).gradient.held_back.show(parameter)
                 with torch.no_grad():
                     user_hooks.call(parameter)
         finally:
             self.turn = None
             for parameter in hooked:  # after an error
-                parameter.unit.gradient.held_back.show(parameter)
+                unit_of(parameter).gradient.held_back.show(parameter)
             self._hooked.clear()
             self._turns.clear()
 
@@ -82,15 +82,15 @@ class GradientHooks:
         if not (schedule.is_backward and in_backward()):
             return False
         index = {unit: number for number, unit in enumerate(units)}
-        own = [parameter for parameter in held() if parameter.unit in index]
+        own = [parameter for parameter in held() if unit_of(parameter) in index]
         for parameter in own:
-            unit, where = parameter.unit, parameter.spec.context.where
+            unit, where = unit_of(parameter), parameter.spec.context.where
             if not parameter.spec.computes_on_sharded:
                 raise refusals.STEP_INSIDE(parameter.fqn, where=where)
             has_arrived = schedule.reductions.has_arrived(index[unit], id(parameter))
             if _shows(parameter) and not has_arrived:
                 raise refusals.STEPPED_TOO_EARLY(parameter.fqn, "of another parameter", where=where)
-        for unit in dict.fromkeys(parameter.unit for parameter in own):
+        for unit in dict.fromkeys(unit_of(parameter) for parameter in own):
             unit.check_untouched()
             unit.refresh_master()
             self.edits[index[unit]] = unit.edits.at_rest()
@@ -105,11 +105,11 @@ class GradientHooks:
         where = turn.spec.context.where
         if self._is_early:
             raise refusals.STEP_INSIDE(turn.fqn, where=where)
-        now = self._turns[turn.unit]
+        now = self._turns[unit_of(turn)]
         for parameter in held:
-            gradient = parameter.unit.gradient
+            gradient = unit_of(parameter).gradient
             is_early = parameter in gradient.held_back and parameter in gradient.earlier
-            if parameter not in self._hooked and self._turns.get(parameter.unit, now) > now:
+            if parameter not in self._hooked and self._turns.get(unit_of(parameter), now) > now:
                 is_early = _shows(parameter) and not gradient.is_unused
             if is_early:
                 raise refusals.STEPPED_TOO_EARLY(parameter.fqn, f"of {turn.fqn!r}", where=where)

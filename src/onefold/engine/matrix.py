@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from onefold.engine.flat_groups import NUMBERS
 from onefold.engine.rules import State
 from onefold.unit.parameter import UnitParameter
-from onefold.unit.unit import Unit
+from onefold.unit.unit import Unit, unit_of
 
 
 class MatrixStep:
@@ -36,7 +36,7 @@ class MatrixStep:
         chosen another dtype: that stays, but for float64 on either side. So do all dtypes that
         `onefold.load` has read.
         """
-        dtype, exact = parameter.unit.stepped.dtype, set(map(id, self._exact))
+        dtype, exact = unit_of(parameter).stepped.dtype, set(map(id, self._exact))
         narrowed = (torch.float64, parameter.spec.dtype)
         self._state[parameter] = {
             name: value.to(dtype)
@@ -75,7 +75,7 @@ class MatrixStep:
         self._entered = {}
         self._exact.clear()
         for parameter in sorted(itertools.chain.from_iterable(groups), key=_exchange_order):
-            self._entered.setdefault(parameter.unit, []).append(parameter)
+            self._entered.setdefault(unit_of(parameter), []).append(parameter)
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for unit, members in self._entered.items():
                 self._assign(members)
@@ -205,4 +205,4 @@ def _free(unsharded: nn.Parameter) -> None:
 def _local_grad(parameter: UnitParameter) -> Tensor:
     grad = parameter.sharded.grad
     assert grad is not None, "a parameter without gradient is stepped"
-    return parameter.unwrap(grad).to(parameter.unit.stepped.dtype)
+    return parameter.unwrap(grad).to(unit_of(parameter).stepped.dtype)

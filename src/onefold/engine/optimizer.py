@@ -43,7 +43,7 @@ from onefold.errors import StateError
 from onefold.layout.ledger import Account, Kind
 from onefold.unit.parameter import UnitParameter, with_gradient
 from onefold.unit.shortage import explain, explained
-from onefold.unit.unit import Unit
+from onefold.unit.unit import Unit, unit_of
 
 
 class OptimizerBinding:
@@ -102,7 +102,8 @@ class OptimizerBinding:
         stepped = dict[Unit, None]()
         for group in optimizer.param_groups if self.is_flat else []:
             own = filter(None, map(self.parameter, group["params"]))
-            held = {p.unit: None for p in own if p.unit.steps_in_blocks and p.sharded.requires_grad}
+            trained = dict.fromkeys(unit_of(p) for p in own if p.sharded.requires_grad)
+            held = {unit: None for unit in trained if unit.steps_in_blocks}
             dtypes = {unit.stepped.dtype for unit in held}
             wanted = {dtype: moments_of_group(optimizer, group, dtype) for dtype in dtypes}
             for unit in held:
@@ -117,7 +118,8 @@ class OptimizerBinding:
             return
         largest, moments = max(units, key=lambda unit: unit.gather.full_numel), dict[str, Any]()
         for group in optimizer.param_groups:
-            if any(p.unit is largest for p in filter(None, map(self.parameter, group["params"]))):
+            own = filter(None, map(self.parameter, group["params"]))
+            if any(unit_of(p) is largest for p in own):
                 moments |= moments_of_group(optimizer, group, largest.stepped.dtype)
         if len(moments) > engine.recipe.num_moments:
             engine.recut(engine.context, replace(engine.recipe, num_moments=len(moments)))

@@ -18,6 +18,7 @@ from onefold.engine.engine import Engine
 from onefold.engine.pipelined import Pipeline, calling_pipelines
 from onefold.tier import accelerator
 from onefold.unit.dtensors import ShardedParameter
+from onefold.unit.unit import unit_of
 from onefold.wire.collectives import VOTE, Group
 
 _OF_PACKED = ("data", "sorted_indices", "unsorted_indices")
@@ -95,8 +96,10 @@ class GradScaler(torch.amp.GradScaler):
         engines: dict[Engine, None] = {}
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             grad, is_sharded = parameter.grad, isinstance(parameter, ShardedParameter)
-            if is_sharded and (owner := parameter.owner()) and isinstance(owner.unit.owner, Engine):
-                engines.setdefault(owner.unit.owner)
+            if is_sharded and (owner := parameter.owner()):
+                engine = unit_of(owner).owner
+                if isinstance(engine, Engine):
+                    engines.setdefault(engine)
             if grad is not None and is_sharded:
                 grad = grad._local_tensor if isinstance(grad, DTensor) else grad.detach()
             if grad is not None:

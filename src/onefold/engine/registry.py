@@ -10,6 +10,7 @@ from onefold.engine.hooks import hook
 from onefold.engine.structure import take_root
 from onefold.errors import StateError
 from onefold.layout.module_tree import uncompiled
+from onefold.unit.unit import unit_of
 
 ENGINE = "_onefold_engine"
 """The attribute of a sharded root module that holds its engine."""
@@ -40,7 +41,7 @@ def owner_of(tensor: Tensor) -> Engine | None:
     """Return the engine that a sharded parameter belongs to; None for other tensors."""
     owner = getattr(tensor, "_onefold_owner", None)
     parameter = owner() if owner is not None else None
-    engine = parameter.unit.owner if parameter is not None else None
+    engine = unit_of(parameter).owner if parameter is not None else None
     return engine if isinstance(engine, Engine) else None
 
 

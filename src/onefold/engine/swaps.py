@@ -24,6 +24,7 @@ from onefold.engine.probe import acts_outside
 from onefold.engine.rules import State
 from onefold.layout.model_axes import local_of
 from onefold.unit.parameter import UnitParameter
+from onefold.unit.unit import unit_of
 
 
 class Binding(Protocol):
@@ -54,7 +55,7 @@ def _swap(
     held = {t: p for t in tensors if binding is not None and (p := binding.parameter(t))}
     if binding is None or not held:  # inside a step, or inside the other one of the two
         return act(optimizer, *args, **kwargs)
-    units = dict.fromkeys(parameter.unit for parameter in held.values())
+    units = dict.fromkeys(unit_of(parameter) for parameter in held.values())
     for engine in binding.engines:
         engine.rest()
     for unit in units:

@@ -19,7 +19,7 @@ from onefold.unit import refusals, user_hooks
 from onefold.unit.buffer import Buffer
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.shortage import explained
-from onefold.unit.unit import Unit
+from onefold.unit.unit import Unit, unit_of
 from onefold.wire.together import announcing
 
 
@@ -91,7 +91,7 @@ class _Gradients:
                 found.grad = None
 
     def _note_grad(self, parameter: UnitParameter, _: Tensor) -> None:
-        if parameter.unit.is_tiled or self._is_over:
+        if unit_of(parameter).is_tiled or self._is_over:
             refused = refusals.LATE_BACKWARD if self._is_over else refusals.TILED_INSIDE
             raise refused(parameter.fqn, where=parameter.spec.context.where)
         sharded = parameter.sharded
@@ -121,7 +121,7 @@ class _Gradients:
             for parameter, seen in self._seen.items():
                 if parameter.sharded._grad is seen:
                     parameter.sharded._grad = parameter.lost_mean
-                    parameter.unit.gradient.drop_cleared()
+                    unit_of(parameter).gradient.drop_cleared()
 
     def add(self, engine: Engine) -> None:
         """Reduce them, as a backward does at its end. A collective."""
@@ -132,7 +132,7 @@ class _Gradients:
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for parameter, grad in self._taken.items():
                 _add_partial(parameter, grad)
-                parameter.unit.gradient.note_fired(parameter)
+                unit_of(parameter).gradient.note_fired(parameter)
         engine.complete()
         with torch.no_grad():
             for parameter in reversed(self._taken):
@@ -217,4 +217,4 @@ def _write_back(edited: list[tuple[UnitParameter, Tensor | None]]) -> None:
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         for parameter, own in rows:
             parameter.local.copy_(own)
-            parameter.unit.gather.forget_base()
+            unit_of(parameter).gather.forget_base()

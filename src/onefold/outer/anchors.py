@@ -21,7 +21,7 @@ from onefold.outer.periods import EXP_AVG, EXP_AVG_SQ, WEIGHTS
 from onefold.tier.device import DeviceStore
 from onefold.unit.buffer import Buffer
 from onefold.unit.parameter import UnitParameter
-from onefold.unit.unit import Unit
+from onefold.unit.unit import Unit, unit_of
 from onefold.wire.ticket import Ticket
 
 OuterChoice = Callable[[list[nn.Parameter]], Optimizer] | None
@@ -275,7 +275,7 @@ class Share:
 
 
 def _is_exchanged(parameter: UnitParameter) -> bool:
-    dtype = parameter.unit.stepped.dtype
+    dtype = unit_of(parameter).stepped.dtype
     is_number = dtype.is_floating_point or dtype.is_complex
     is_here = bool(parameter.places) and not parameter.spec.is_packed
     return is_here and is_number and _trains(parameter)

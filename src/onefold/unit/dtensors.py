@@ -237,6 +237,16 @@ class ShardedParameter(_AtRest, LogicalValues):  # type: ignore[override]
             owner.unit.wait_step()
 
 
+class GatheredParameter(ShardedParameter):
+    """A sharded parameter whose `.data` is all rows, in a copy, for a while."""
+
+    _onefold_full: Tensor
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        return self._onefold_full
+
+
 class ReplicatedParameter(_AtRest, nn.Parameter):  # type: ignore[override]
     """The weight at rest, all rows, where modules compute with a narrower copy."""
 

@@ -2,6 +2,7 @@
 
     form        object      values that may be read            bytes that it holds
     SHARDED     sharded     own rows, or all by a gather       own rows, a view of the weight
+    GATHERED    sharded     `.data`: all rows, in a copy       own rows, and the copy
     REPLICATED  sharded     all rows, as they rest             all rows, a view of the weight
     WATCHED     both        all rows; edits are counted        all rows, a view of the weight
     UNSHARDED   unsharded   all rows in the compute dtype      none: a view of the full buffer
@@ -30,6 +31,7 @@ class Form(Enum):
     """The forms of a parameter object: class, whether values may be read, whether it has bytes."""
 
     SHARDED = dtensors.ShardedParameter, True, True
+    GATHERED = dtensors.GatheredParameter, True, True
     REPLICATED = dtensors.ReplicatedParameter, True, True
     WATCHED = dtensors.PlainSharded, True, True
     UNSHARDED = dtensors.UnshardedParameter, True, False

@@ -76,8 +76,8 @@ class UnitParameter(ShardedForm):
         sharded._local_tensor, sharded._spec = self.shown_local, self._template._spec
 
     @property
-    def unit(self) -> Any:
-        """The `Unit`, for rooms above. Raises `StateError` if it was deleted."""
+    def unit(self) -> UnitInUse:
+        """Its unit; rooms above ask `unit_of` for all of it. `StateError` if it was deleted."""
         unit = self.find_unit()
         if unit is None:
             raise refusals.DELETED(self.fqn)

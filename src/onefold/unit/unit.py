@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 from contextlib import suppress
 from enum import Enum, auto
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -351,3 +351,9 @@ class Unit(UnitWeights):
         """Note results that were computed outside the unit's modules."""
         if self.owner is not None:
             self.owner.on_use(self, outputs)
+
+
+def unit_of(parameter: UnitParameter) -> Unit:
+    """The unit of a parameter, which knows it as a `UnitInUse`. `StateError` if it was deleted."""
+    unit: Any = parameter.unit
+    return unit  # type: ignore[no-any-return]

@@ -18,7 +18,7 @@ from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from onefold.adapters.hf.conflicts import refuse_device_map
 from onefold.api import accumulate, shard, unsharded
@@ -26,6 +26,8 @@ from onefold.engine.registry import engine_of, is_sharded
 from onefold.errors import StateError
 from onefold.inference.stream import generating
 from onefold.unit.dtensors import ReplicatedParameter, ShardedParameter
+from onefold.unit.forms import Form
+from onefold.unit.parameter import take_form
 from onefold.versions import warn_if_untested
 
 PREPARED = "_is_accelerate_prepared"
@@ -253,26 +255,15 @@ class ShardedBackend:
             yield
 
 
-class _GatheredParameter(ShardedParameter):
-    """A sharded parameter whose `.data` is the unsharded value, for a while."""
-
-    _onefold_full: Tensor
-
-    @property
-    def data(self) -> Tensor:  # type: ignore[override]
-        return self._onefold_full
-
-
 @contextmanager
 def _gathered_data(parameter: Any, device: torch.device) -> Iterator[None]:
     """Let `parameter.data` be the unsharded value, on `device`. A collective."""
-    kind = parameter.__class__
     parameter._onefold_full = parameter.detach().to(device).full_tensor()
-    parameter.__class__ = _GatheredParameter
+    take_form(Form.GATHERED, (parameter,))
     try:
         yield
     finally:
-        parameter.__class__ = kind
+        take_form(Form.SHARDED, (parameter,))
         del parameter._onefold_full
 
 
