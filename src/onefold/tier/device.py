@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -46,6 +47,7 @@ SECTOR_NBYTES = 512
 them at the start of a page, a token took 5 % longer."""
 
 _GRAIN_NBYTES = 1 << 21
+_M_MMAP_THRESHOLD = -3  # of mallopt(3)
 _MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4
 
 Move = Callable[[int, int, int], bool]
@@ -309,7 +311,16 @@ def return_free_memory() -> None:
 
     It keeps free blocks below 32 MB where long-lived blocks lie between them.
     """
-    try:
+    with suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
-    except (AttributeError, OSError, TypeError):
-        return
+
+
+def map_blocks(nbytes: int) -> None:
+    """Have glibc map blocks of `nbytes` and more: freed ones return to the system at once.
+
+    It holds for the whole process, so only a command asks for it, and a user's own `MALLOC_...`
+    variable goes before it. Without glibc this does nothing.
+    """
+    if not any(name.startswith("MALLOC_") for name in os.environ):
+        with suppress(AttributeError, OSError, TypeError):
+            ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, nbytes)

@@ -198,3 +198,15 @@ def _line(way: Way, job: FinetuneJob, module: nn.Module) -> str:
     weights = {str(p.dtype).removeprefix("torch.") for p in module.parameters()}
     parts += [f"weights in {' and '.join(sorted(weights))}"]
     return f"{', '.join(parts)}: planned peak of a rank {format_bytes(way.peak_nbytes)}"
+
+
+def save_weights(module: nn.Module, tokenizer: Any, folder: str, world: World) -> None:
+    """Write a model and its tokenizer for `from_pretrained`. A collective.
+
+    Each rank writes its own rows. Trainer's `save_model` would write whole weights a second time,
+    from files that rank 0 has mapped.
+    """
+    from onefold.checkpoint.agreement import first
+
+    onefold.save_pretrained(module, folder)
+    first(world.group, lambda: tokenizer.save_pretrained(folder))

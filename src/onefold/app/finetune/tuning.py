@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 NEEDED = ("transformers", "accelerate", "trl", "peft", "datasets")
 """Packages of the extra `finetune`."""
 
+MAPPED_NBYTES = 8 << 20
+"""Blocks that CPU ranks give back when they are freed: gradients of matrices, between those that
+stay. 291 M parameters on 2 ranks held 1.15 of the bytes in use, and hold 1.09."""
 
 SCHEDULE = {
     "lr_scheduler_type": "cosine_warmup_with_min_lr", "warmup_steps": 0.03,
@@ -236,8 +239,11 @@ class _Run:
         import torch
 
         import onefold
+        from onefold.tier.device import map_blocks
 
         job, way = self.job, self.way
+        if self.world.device.type == "cpu":
+            map_blocks(MAPPED_NBYTES)
         torch.manual_seed(job.seed)  # of adapters
         precision: Any = way.precision
         if job.rest is not None:
@@ -357,9 +363,13 @@ class _Run:
     def _save(self, trainer: Any) -> list[str]:
         """Write the model, or the adapter, and the tokenizer, for `from_pretrained`."""
         from onefold.app.finetune.merge import merge_adapter
+        from onefold.app.finetune.model import save_weights
 
         job, saved = self.job, [self.job.out]
-        trainer.save_model(job.out)
+        if job.lora:
+            trainer.save_model(job.out)
+        else:
+            save_weights(self.module, self.tokenizer, job.out, self.world)
         if job.merge:
             self.world.group.gather(None)  # the adapter is there
             target = Path(f"{job.out}-merged")
