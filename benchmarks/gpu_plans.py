@@ -21,7 +21,9 @@ from contest.case import Case
 from contest.results import RESULTS, write_block
 
 import onefold
-from onefold.planner.clock_executor import UNIT_CALLS
+from onefold.layout.module_tree import ModuleTree
+from onefold.layout.units import plan_units
+from onefold.planner.clock_executor import PARAMETER_CALLS, UNIT_CALLS
 from onefold.planner.machines import Machine, known_machines, machine_of
 from onefold.planner.models.gpt import GPT
 from onefold.planner.result import Plan
@@ -70,8 +72,7 @@ def plan_of_case(case: Case, engine: str, machine: str) -> Plan | None:
     """
     if engine not in STAGES:
         return None
-    with torch.device("meta"):
-        module = GPT(case.shape.config, case.shape.positions)
+    module = module_of(case)
     cluster: dict[str, Any] = {"ranks": case.ranks, "memory": "1TiB"}
     cluster |= {"machine": machine} if machine else {}
     cluster |= {"device_type": "cpu"} if case.device == "cpu" else {}
@@ -135,6 +136,25 @@ def step_ms(made: Plan, machine: Machine) -> float:
     return 1e3 * simulate(work, row.forecast.recipe, machine, search.conditions).seconds
 
 
+def module_of(case: Case) -> GPT:
+    """Return a case's model on meta."""
+    with torch.device("meta"):
+        return GPT(case.shape.config, case.shape.positions)
+
+
+def calls_then(case: Case) -> int:
+    """Return the calls of a step at the campaign's commit, when blocks of one rank were units."""
+    units = plan_units(ModuleTree.from_root(module_of(case)))
+    return CALLS_THEN[case.dtype == "bf16"] * len(units)
+
+
+def calls_today(case: Case, made: Plan) -> int:
+    """Return Onefold's calls of the step that was planned."""
+    if made.taken.offload == "none":
+        return PARAMETER_CALLS * sum(1 for _ in module_of(case).parameters())
+    return UNIT_CALLS * len(made.search.one_row.units)
+
+
 def plan_lines() -> list[str]:
     """Return the table of the page."""
     parts, h200 = newest_campaign(), machine_of("h200")
@@ -149,10 +169,8 @@ def plan_lines() -> list[str]:
         found, made = measured_row(parts, part, what), plan_of_case(case, engine, "h200")
         assert made is not None
         operation, call = host_rates(parts, without=what)
-        own = UNIT_CALLS
-        then = replace(
-            h200, operation_seconds=operation, call_seconds=call * CALLS_THEN[dtype == "bf16"] / own
-        )
+        fewer = calls_then(case) / calls_today(case, made)
+        then = replace(h200, operation_seconds=operation, call_seconds=call * fewer)
         bare = replace(h200, operation_seconds=0.0, call_seconds=0.0)
         times = [step_ms(made, machine) for machine in (bare, then, h200)]
         cells = [f"{ms:.0f}" for ms in (*times, found["step_ms"])]

@@ -93,11 +93,12 @@ def shard(  # noqa: PLR0913 - the contract
             (torchrun, or any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT).
             Without a launcher, the world size is 1.
         units: modules whose parameters are gathered and reduced together; default: repeated
-            blocks, and balanced groups of the other parameters. A list of submodules, or a
-            predicate over them. A mapping from modules or predicates to meshes of one axis adds
-            units that only these ranks share: experts, if other ranks hold other experts. Their
-            parameters are DTensors over the other axis, see `onefold.experts`; their gradients
-            are also means over all ranks of `mesh`.
+            blocks, and balanced groups of the other parameters; in the only process, without
+            offload, neighbors up to 16 MiB, which the module brings all at once. A list of
+            submodules, or a predicate over them. A mapping from modules or predicates to meshes of
+            one axis adds units that only these ranks share: experts, if other ranks hold other
+            experts. Their parameters are DTensors over the other axis, see `onefold.experts`; their
+            gradients are also means over all ranks of `mesh`.
         precision: None (own dtypes), "fp32", "bf16", "fp16", a torch.dtype or a `Precision`.
         offload: None, "optimizer" (optimizer state), "cpu" (parameters too), "disk:PATH", or an
             `Offload`. At stages 1 to 3.

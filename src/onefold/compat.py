@@ -11,12 +11,40 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed
+from torch._C._dynamo import eval_frame
 
 from onefold.errors import ConfigError
+
+Given, Returned = ParamSpec("Given"), TypeVar("Returned")
+
+
+def untraced(function: Callable[Given, Returned]) -> Callable[Given, Returned]:
+    """Keep dynamo from tracing a function and what it calls, for little where nobody traces.
+
+    `torch._disable_dynamo` takes eight calls more, which a hook of each gradient would pay. Dynamo
+    asks for the attribute where a trace meets a function, and for the strategy of its code where
+    one is called from C, as hooks are (torch 2.11 to 2.15).
+    """
+    disabled: Callable[Given, Returned] = torch._disable_dynamo(function)
+
+    @wraps(function)
+    def call(*args: Given.args, **kwargs: Given.kwargs) -> Returned:
+        is_tracing = eval_frame.get_eval_frame_callback() is not None
+        return (disabled if is_tracing else function)(*args, **kwargs)
+
+    setattr(call, "_torchdynamo_disable", True)  # noqa: B010 - torch declares no such attribute
+    eval_frame.set_code_exec_strategy(call.__code__, _NOT_ITSELF)
+    return call
+
+
+_NOT_ITSELF = eval_frame._FrameExecStrategy(
+    eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,6 +154,15 @@ class Recipe:
         return self.is_sharded and not self.shards_parameters and self.world_size > 1
 
     @property
+    def is_alone(self) -> bool:
+        """True for one rank that trains, with nothing offloaded: its units wait for nothing.
+
+        Weights that are decoded are held for one block at a time.
+        """
+        is_plain = self.offload == Offload() and self.precision.frozen is None
+        return self.world_size == 1 and is_plain and self.inference is None
+
+    @property
     def frees_after_forward(self) -> bool:
         """True if unsharded weights are freed between forward and backward (stage 3).
 

@@ -23,6 +23,7 @@ from onefold.app.train.job import Job
 from onefold.app.train.loop import preflight
 from onefold.app.train.loop import train as train_job
 from onefold.app.train.run_record import TrainObserver
+from onefold.compat import untraced
 from onefold.engine.activations import Limits
 from onefold.engine.registry import engine_of
 from onefold.planner.trace import tokens_of, trace
@@ -437,3 +438,31 @@ def test_a_machine_without_a_compiler_is_told_before_any_rank_starts(job, monkey
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(onefold.ConfigError, match=r"a C\+\+ compiler for torch.compile, got no"):
         preflight(job, 1)
+
+
+def test_dynamo_enters_no_function_that_is_untraced():
+    """Neither where a trace meets it nor where autograd calls it (torch 2.13.0)."""
+    from torch._dynamo.convert_frame import input_codes
+
+    called: list[bool] = []
+
+    @untraced
+    def note(_: Tensor) -> None:
+        called.append(torch.compiler.is_compiling())
+
+    weight = nn.Parameter(torch.ones(3))
+    weight.register_post_accumulate_grad_hook(note)
+
+    def step(x: Tensor) -> None:
+        note(x)
+        (weight * x).sum().backward()
+
+    torch.compiler.reset()
+    before = len(input_codes.seen)
+    for _ in range(2):
+        torch.compile(step, backend="eager")(torch.ones(3))
+    codes = [code() for code in input_codes.seen[before:]]
+    entered = {code.co_name for code in codes if code is not None}
+    assert "step" in entered
+    assert entered.isdisjoint({"note", "call"})
+    assert called == [False] * 4

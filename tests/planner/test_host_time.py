@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import onefold
-from onefold.planner.clock_executor import HOST, UNIT_CALLS
+from onefold.planner.clock_executor import HOST, PARAMETER_CALLS, UNIT_CALLS
 from onefold.planner.machines import known_machines, machine_of
 from onefold.planner.models.gpt import GPT, GPTConfig
 from onefold.planner.work import ModelWork, UnitWork, Work
@@ -22,14 +22,21 @@ from tests.support.recipes import timed, way
 OURS = str(Path(onefold.__file__).parent)
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "measurements" / "gpu.md"
+PARAMETERS_OF_A_BLOCK = 12
 
 
-def calls_of_a_step(num_layers: int, stage: int, precision: str | None) -> int:
-    """Onefold's own Python calls in one steady step of one rank."""
+def calls_of_a_step(
+    num_layers: int, stage: int, precision: str | None, *, by_block: bool = True
+) -> int:
+    """Onefold's own Python calls in one steady step of one rank.
+
+    `by_block`: with the units of several ranks, which one rank has where they are named.
+    """
     torch.manual_seed(0)
     model = GPT(GPTConfig(num_layers=num_layers, width=32, num_heads=2, lr=1e-3), 8)
     optimizer = torch.optim.AdamW(model.parameters())
-    onefold.shard(model, optimizer, stage=stage, precision=precision)
+    units = list(model.blocks) if by_block else None
+    onefold.shard(model, optimizer, stage=stage, precision=precision, units=units)
     tokens = torch.zeros(1, 8, dtype=torch.int64)
 
     def step() -> None:
@@ -54,29 +61,33 @@ def calls_of_a_step(num_layers: int, stage: int, precision: str | None) -> int:
     return count
 
 
-def test_a_plan_counts_the_calls_that_a_unit_costs():
+@pytest.mark.parametrize("by_block", [True, False], ids=["unit", "parameter"])
+def test_a_plan_counts_the_calls_that_a_step_costs(by_block):
     """In processes of their own: after some tests of others, a unit takes 240 calls more."""
     cases = [(stage, precision) for stage in (0, 3) for precision in (None, "bf16")]
+    how = f"by_block={by_block}"
     scripts = [
         f"import sys\nsys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'benchmarks')!r}]\n"
         "from tests.planner.test_host_time import calls_of_a_step as calls\n"
-        f"print((calls(4, {stage}, {precision!r}) - calls(2, {stage}, {precision!r})) / 2)"
+        f"four, two = (calls(n, {stage}, {precision!r}, {how}) for n in (4, 2))\n"
+        "print((four - two) / 2)"
         for stage, precision in cases
     ]
+    planned = UNIT_CALLS if by_block else PARAMETER_CALLS * PARAMETERS_OF_A_BLOCK
     for run in run_scripts(scripts):
         assert run.returncode == 0, run.stderr
-        assert float(run.stdout) == pytest.approx(UNIT_CALLS, rel=0.15)
+        assert float(run.stdout) == pytest.approx(planned, rel=0.15 if by_block else 0.25)
 
 
 def test_a_step_takes_as_long_as_the_host_where_the_device_is_faster():
     unit = UnitWork("small", 0, Work(1.0, num_kernels=10), Work(2.0, num_kernels=20))
-    work, run = ModelWork((unit,) * 4, 1), way(3, 1, uses_rings=False)
+    work, run = ModelWork((unit,) * 4, 1), way(3, 2, uses_rings=False)
     h200 = replace(machine_of("h200"), operation_seconds=1e-3, call_seconds=1e-5)
     step = timed(work, run, h200)
     assert step.seconds == pytest.approx(4 * (31e-3 + UNIT_CALLS * 1e-5), rel=0.01)
     assert step.bound == "host"
     assert getattr(step, HOST) > 0.9 * step.seconds
-    others = timed(work, way(3, 1), h200)
+    others = timed(work, way(3, 2), h200)
     assert others.seconds == pytest.approx(4 * 31e-3, rel=0.01), "their calls are not known"
     slow = replace(h200, flops=dict.fromkeys(h200.flops, 1.0))
     assert timed(work, run, slow).exposed_launches == pytest.approx(0, abs=1e-2)

@@ -106,13 +106,13 @@ def run(name: str, recipe: Recipe, accumulate: int = 1, steps: int = 2) -> Repor
 
 
 @cache
-def traced(name: str, precision: Precision) -> Trace:
+def traced(name: str, precision: Precision, is_alone: bool) -> Trace:
     """What every forecast of this module in this precision starts from."""
-    return trace(BUILDS[name](), inputs_of(name), precision=precision)
+    return trace(BUILDS[name](), inputs_of(name), precision=precision, is_alone=is_alone)
 
 
 def predicted(name: str, recipe: Recipe, accumulate: int = 1) -> Forecast:
-    return forecast(traced(name, recipe.precision), recipe, accumulate=accumulate)
+    return forecast(traced(name, recipe.precision, recipe.is_alone), recipe, accumulate=accumulate)
 
 
 def resting(found: Forecast, kind: str) -> dict[str, int]:

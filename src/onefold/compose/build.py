@@ -23,7 +23,14 @@ from onefold.engine import guards
 from onefold.engine.adapters import show_whole
 from onefold.engine.engine import Engine
 from onefold.engine.first_batch import compare_first_batches
-from onefold.engine.hooks import InferenceHooks, ModuleHooks, bring_inputs, hook, keep_dtypes
+from onefold.engine.hooks import (
+    InferenceHooks,
+    ModuleHooks,
+    PartHooks,
+    bring_inputs,
+    hook,
+    keep_dtypes,
+)
 from onefold.engine.joining import adopt_later, bind, replace_parameters
 from onefold.engine.registry import ENGINE
 from onefold.engine.run_facts import RunFacts
@@ -123,6 +130,8 @@ def _install(parts: ModuleParts, engine: Engine, originals: list[nn.Parameter]) 
     kind = InferenceHooks if engine.recipe.inference else ModuleHooks
     users = {index: plan.modules for index, plan in enumerate(parts.plans)}
     hook(engine, users, root=module, kind=kind)
+    if engine.recipe.precision.compute is not None:  # else parts compute with weights at rest
+        hook(engine, {i: plan.parts for i, plan in enumerate(parts.plans)}, kind=PartHooks)
     if engine.recipe.precision.compute is not None:
         keep_dtypes(parts.tree.modules, engine.recipe.precision.compute)
     device = engine.context.store.device

@@ -40,11 +40,12 @@ from onefold.fit.shares import (
     weights_of,
 )
 from onefold.layout.module_tree import ModuleTree
+from onefold.layout.one_rank import of_one_rank
 from onefold.layout.units import UnitPlan, owned_parameters, plan_units
 from onefold.recipe import Recipe, UnitRecipe
 from onefold.wire.collectives import Group
 from onefold.wire.devices import check_devices, device_of
-from onefold.wire.ranks import Ranks, local_place, meet, two_axes_of_launcher
+from onefold.wire.ranks import Ranks, local_place, meet, num_processes, two_axes_of_launcher
 from onefold.wire.together import collect, difference
 from onefold.wire_config import Wire, resolve_wire, wire_of
 
@@ -75,10 +76,16 @@ def examine(tree: ModuleTree, optimizer: object, choices: Choices, data: Group) 
         parameters=parameters,
         precision=dtypes,
     )
-    _order_members(plans, optimizers)
     recipe = Recipe(
         stage=row, precision=dtypes, offload=tiers, wire=wire_of(choices.wire),
         shares=shares, inference=choices.inference,
+    )  # fmt: skip
+    is_cut = any(owned.model is not None for owned in parameters)
+    if recipe.is_alone and choices.units is None and num_processes() == 1 and not is_cut:
+        plans = of_one_rank(plans, tree.root)
+    _order_members(plans, optimizers)
+    recipe = replace(
+        recipe,
         units=tuple(
             UnitRecipe(
                 plan.name,

@@ -128,12 +128,15 @@ class Engine:
         units, kept = self.units, self.schedule.driven.keeps
         return all(i in kept and units[i].state is UnitState.UNSHARDED for i in indices)
 
+    def are_shown(self, indices: Iterable[int]) -> bool:
+        """True if modules show unsharded or editable weights of these units now."""
+        return all([self.units[i].state is not UnitState.RESTING for i in indices])
+
     def _phase(self) -> Phase:
-        if self.is_inference:
-            return Phase.EVALUATION
-        if in_backward():
+        if in_backward() and not self.is_inference:
             return Phase.BACKWARD
-        return Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION
+        trains = torch.is_grad_enabled() and not self.is_inference
+        return Phase.FORWARD if trains else Phase.EVALUATION
 
     def begin_forward(self) -> None:
         """The root module's forward starts, or a nested one inside it."""
@@ -328,9 +331,9 @@ class Engine:
 
     def start_reductions(self) -> None:
         """Begin to reduce what rests, whatever batches each rank used; an end waits for it."""
-        for unit in self.units:
-            unit.gradient.check_whole()
-            unit.gradient.drop_cleared()
+        for gradient in (unit.gradient for unit in self.units):
+            gradient.check_whole()
+            gradient.drop_cleared()
         self.executor.do(self.schedule.start(self._trained()))
 
     def before_step(self, stepper: Stepper) -> None:
@@ -381,8 +384,7 @@ class Engine:
 
     def add(self, units: list[Unit]) -> None:
         """Run more units, of parameters that joined the module; nothing is unsharded now."""
-        facts = [facts_of(unit) for unit in units]
-        self.schedule.add(facts)
+        self.schedule.add([facts_of(unit) for unit in units])
         for unit in units:
             self._index[unit] = len(self.units)
             self.units.append(unit)  # the list of `executor`, too
@@ -398,9 +400,8 @@ class Engine:
         if self.schedule.is_backward:
             self.abort_backward()
         if self._is_torn:
-            for unit in self.units:
-                if unit.failure is not None:
-                    raise unit.failure
+            for failure in filter(None, [unit.failure for unit in self.units]):
+                raise failure
             raise refusals.TORN(where=f"rank {self.group.rank}")
 
     def mend(self) -> None:

@@ -6,8 +6,7 @@ announce the backward (engine/watch.py).
 [Note: torch.compile] Dynamo must not trace what torch calls here and elsewhere in the engine: it
 would run collectives while it compiles, and bake the state of units into a graph. So every function
 that torch calls back is disabled for it: a graph ends there, or does not see it at all, as around a
-compiled unit. `torch.compiler.disable` would import dynamo with onefold; `torch._disable_dynamo`
-does so at the first call.
+compiled unit (`compat.untraced`). `torch.compiler.disable` would import dynamo with onefold.
 
 A module that evaluates and never trains (`onefold.stream`) has `InferenceHooks`: its weights come
 and go between forwards, so no graph may refer to them, and forwards record none.
@@ -27,9 +26,10 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._pytree import tree_map_only
 
+from onefold.compat import untraced
 from onefold.engine.engine import Engine
 from onefold.engine.forward_threads import ThreadStack
-from onefold.engine.precision import cast_floating, map_tensors
+from onefold.engine.precision import cast_arguments, cast_floating, map_tensors
 from onefold.engine.watch import BackwardEvents, now, tensors_in, watch_outputs
 from onefold.errors import StateError, WireError
 from onefold.layout.statistics import statistics_dtype
@@ -56,6 +56,7 @@ class ModuleEvents(BackwardEvents, Protocol):
     def end_forward(self) -> None: ...
     def hold_alias(self, tensor: nn.Parameter) -> None: ...
     def hold_hidden(self, index: int) -> None: ...
+    def are_shown(self, indices: Iterable[int]) -> bool: ...
 
 
 class ModuleHooks:
@@ -81,12 +82,16 @@ class ModuleHooks:
 
     def register(self) -> None:
         """Have torch call the two hooks."""
-        module = self._module()
-        assert module is not None, "hooks outlived their module"
+        module = self._module_of_hooks()
         self._handles = [
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True),
             module.register_forward_hook(self.post_forward, always_call=True),
         ]
+
+    def _module_of_hooks(self) -> nn.Module:
+        module = self._module()
+        assert module is not None, "hooks outlived their module"
+        return module
 
     def unregister(self) -> None:
         """Have torch call neither."""
@@ -94,7 +99,7 @@ class ModuleHooks:
             handle.remove()
         self._handles = []
 
-    @torch._disable_dynamo
+    @untraced
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -106,9 +111,9 @@ class ModuleHooks:
         self._running.entries.append(([engine.enter(unit) for unit in self.units], now()))
         if self.compute is None or engine.is_unsharded:
             return None
-        return cast_floating(args, self.compute), cast_floating(kwargs, self.compute)
+        return cast_arguments(args, kwargs, self.compute)
 
-    @torch._disable_dynamo
+    @untraced
     def post_forward(self, module: nn.Module, args: object, outputs: object) -> Any:
         if self.is_root and self.engine.saved is not None:
             self.engine.saved.end()
@@ -141,6 +146,41 @@ class ModuleHooks:
             watch_outputs(ref(engine), calls, tensors, since)
         if self.is_root:
             engine.end_forward()
+
+
+class PartHooks(ModuleHooks):
+    """A hook of a part of the root, which brings its units; it brings them where the root does not.
+
+    Then it has a second hook, until the part is done: most calls pay for none.
+    """
+
+    def __init__(
+        self, engine: ModuleEvents, module: nn.Module, units: dict[int, int],
+        others: list[ModuleHooks], *, is_root: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(engine, module, dict.fromkeys(units, 1), others, is_root=is_root)
+
+    def register(self) -> None:
+        self._handles = [
+            self._module_of_hooks().register_forward_pre_hook(
+                self.pre_forward, prepend=True, with_kwargs=True
+            )
+        ]
+
+    @untraced
+    def pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self.engine.are_shown(self.units):
+            assert self.compute is not None, "parts compute with weights at rest, without hooks"
+            return cast_arguments(args, kwargs, self.compute)
+        self._handles.append(module.register_forward_hook(self.post_forward, always_call=True))
+        return super().pre_forward(module, args, kwargs)
+
+    @untraced
+    def post_forward(self, module: nn.Module, args: object, outputs: object) -> Any:
+        self._handles.pop().remove()
+        super().post_forward(module, args, outputs)
 
 
 def hook(
@@ -196,7 +236,7 @@ def bring_inputs(module: nn.Module, device: torch.device) -> None:
     module.register_forward_pre_hook(partial(_bring, device), prepend=True, with_kwargs=True)
 
 
-@torch._disable_dynamo
+@untraced
 def _bring(device: torch.device, _: nn.Module, args: Any, kwargs: Any) -> Any:
     return map_tensors(partial(Tensor.to, device=device), (args, kwargs))
 
@@ -212,7 +252,7 @@ class InferenceHooks(ModuleHooks):
         self._entered: list[tuple[bool, bool]] = []  # there was work to do; grad mode was on
         self._are_parts_called = True
 
-    @torch._disable_dynamo
+    @untraced
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -226,7 +266,7 @@ class InferenceHooks(ModuleHooks):
             torch._C._set_grad_enabled(False)
         return super().pre_forward(module, args, kwargs) if has_work else None
 
-    @torch._disable_dynamo
+    @untraced
     def post_forward(self, module: nn.Module, args: object, outputs: object) -> Any:
         has_work, records = self._entered.pop() if self._entered else (False, False)
         try:

@@ -41,6 +41,8 @@ class Policy:
     frees_after_backward: otherwise unsharded weights stay until the step (stages 1 and 2).
     gathers_in_order: every rank gathers units in the order of the module, each once a step, and by
         the end of a forward all of them: ranks may use different ones (docs/adr/0034).
+    frees_with_gradients: a unit is freed with its last gradient (one rank: the root's call ends
+        with backward, docs/adr/0040).
     keeps_bytes: the memory of unsharded weights stays over the step, too (docs/adr/0006).
     keeps_gradients: the memory of reduced gradients stays over `zero_grad` (stage 0, where each
         rank holds all of them), unless their states are offloaded to save memory.
@@ -65,6 +67,7 @@ class Policy:
     keeps_bytes: bool
     defers_reduction: bool
     gathers_in_order: bool = False
+    frees_with_gradients: bool = False
     keeps_gradients: bool = False
     prefetch: int = 1
     prefetches_late: bool = True
@@ -84,6 +87,7 @@ def policy_of(recipe: Recipe) -> Policy:
         frees_after_forward=recipe.frees_after_forward,
         frees_after_backward=not recipe.keeps_gathered,
         gathers_in_order=recipe.keeps_gathered and inference is None,
+        frees_with_gradients=recipe.is_alone,
         keeps_bytes=recipe.keeps_gathered,
         keeps_gradients=not recipe.is_sharded and recipe.world_size > 1,
         defers_reduction=recipe.sums_rest,

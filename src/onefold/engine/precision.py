@@ -43,6 +43,21 @@ def map_tensors(change: Callable[[Tensor], Tensor], values: Any) -> Any:
     return values
 
 
+def cast_arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Cast the floating-point tensors that a module is called with; None if all have the dtype."""
+    if not kwargs:
+        for value in args:
+            if not isinstance(value, Tensor) or (
+                value.dtype is not dtype and value.is_floating_point()
+            ):
+                break
+        else:
+            return None
+    return cast_floating(args, dtype), cast_floating(kwargs, dtype)
+
+
 def cast_floating(values: Any, dtype: torch.dtype) -> Any:
     """Cast the floating-point tensors in tuples, lists and dicts to `dtype`."""
     return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, values)

@@ -60,17 +60,20 @@ class Reductions:
         self._trained = [0 if unit in without else number for unit, number in enumerate(trained)]
         self.is_last = is_last
 
-    def note_gradient(self, unit: int, member: int, out: list[Action], *, waits: bool) -> None:
-        """Note a parameter's gradient; the last one of a unit makes the unit ready.
+    def note_gradient(self, unit: int, member: int, out: list[Action], *, waits: bool) -> bool:
+        """Note a parameter's gradient; the last one of a unit makes the unit ready: then True.
 
         `waits`: more gradients may follow, until backward has left the unit's last call.
         """
         if not self._trained[unit]:  # its gradients rest
-            return
+            return False
         fired = self._fired[unit]
+        is_new = member not in fired  # a reentrant recompute brings one for each of its calls
         fired.add(member)
-        if len(fired) == self._trained[unit] and not (self.defers or waits):
-            self.note_ready(unit, out)
+        if len(fired) < self._trained[unit] or self.defers or waits:
+            return False
+        self.note_ready(unit, out)
+        return is_new
 
     def note_ready(self, unit: int, out: list[Action]) -> None:
         """Backward is through with a unit: reduce it after all units before it in the order."""

@@ -87,9 +87,8 @@ class Schedule:
             if trains and self.driven.keeps:  # training goes on
                 out += self.keep(frozenset())
             if self.policy.fills_early:
-                for unit, facts in enumerate(self.units):
-                    if not facts.is_offloaded:
-                        self._fill(unit, out)
+                for unit in (i for i, facts in enumerate(self.units) if not facts.is_offloaded):
+                    self._fill(unit, out)
         self.forward_depth += 1
         return out
 
@@ -108,8 +107,7 @@ class Schedule:
         """A forward is over (`module` None: by an exception): free a unit after its last module."""
         self._clock += 1
         self.open_calls.leave(call, self._clock, module, num_modules)
-        unit = call.unit
-        out: list[Action] = []
+        unit, out = call.unit, list[Action]()
         if not self.uses.leave(unit) or is_recompute or self.driven.is_suspended:
             return out
         is_last = self.uses.note(unit, module, num_modules) or self.forward_depth == 0
@@ -142,8 +140,7 @@ class Schedule:
             self._make_room(unit, out)
             self._gather(unit, out)
             out.append((Verb.SHOW, unit))
-            if unit not in self._shown:
-                self._lent.add(unit)
+            self._lent |= {unit} - self._shown
             self._shown.add(unit)
         if is_recorded:
             self._held.hold(unit)
@@ -231,12 +228,15 @@ class Schedule:
     def gradient(self, unit: int, member: int) -> list[Action]:
         """Autograd has accumulated the gradient of one parameter of `unit`."""
         out: list[Action] = []
-        late, self._late = self._late, []
-        for successor in late:
-            self._gather(successor, out, is_ahead=True)
-        if self.open_calls.event_log.is_open:
-            self.open_calls.event_log.note_gradient(unit, member)
-        self.reductions.note_gradient(unit, member, out, waits=self.driven.joins_backwards)
+        while self._late:
+            self._gather(self._late.pop(0), out, is_ahead=True)
+        if (log := self.open_calls.event_log).is_open:
+            log.note_gradient(unit, member)
+        driven, then = self.driven, list[Action]()
+        is_last = self.reductions.note_gradient(unit, member, then, waits=driven.joins_backwards)
+        if is_last and self.policy.frees_with_gradients and driven.is_plain:
+            self._hide(unit, out, frees=True)  # every node that reads the weights has run
+        out += then
         if self.policy.steps_in_backward:
             self._step_reduced(out)
         return out
@@ -260,7 +260,7 @@ class Schedule:
         self.open_calls.event_log.end()
         self._end_calls()
         for unit in range(len(self.units)):
-            if not self.builds_graph:
+            if not (self.builds_graph or self.policy.frees_with_gradients):  # one rank has room
                 self._held.discard(unit)
             self._hide(unit, out, frees=self.policy.frees_after_backward)
         if self.reductions.defers:

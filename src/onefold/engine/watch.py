@@ -15,6 +15,8 @@ from weakref import ReferenceType
 import torch
 from torch import Tensor, nn
 
+from onefold.compat import untraced
+
 
 class BackwardEvents(Protocol):
     """The events of a backward, as the engine receives them. Calls are the receiver's own."""
@@ -65,7 +67,7 @@ class _End:
     def __init__(self, receiver: ReferenceType[BackwardEnd]) -> None:
         self._receiver: ReferenceType[BackwardEnd] | None = receiver
 
-    @torch._disable_dynamo  # [Note: torch.compile] in engine/hooks.py
+    @untraced  # [Note: torch.compile] in engine/hooks.py
     def __call__(self) -> None:
         alive = None if self._receiver is None else self._receiver()
         self._receiver = None
@@ -104,7 +106,7 @@ def watch_outputs(
         node.register_prehook(partial(_before_node, receiver, calls))
 
 
-@torch._disable_dynamo  # [Note: torch.compile] in engine/hooks.py
+@untraced  # [Note: torch.compile] in engine/hooks.py
 def _before_node(receiver: ReferenceType[BackwardEvents], calls: Sequence[Any], _: object) -> None:
     alive = receiver()
     if alive is not None:

@@ -132,6 +132,8 @@ HOST = "exposed_launches"
 UNIT_CALLS = 425
 """Onefold's own Python calls for a unit of a step, whose weights are cast for compute or not;
 tests/planner/test_host_time.py counts them."""
+PARAMETER_CALLS = 16
+"""The same for a parameter of the only process, where the root brings all units at once."""
 GRADIENTS = (0, 1)
 """Each unit has two: one comes as its backward begins to compute, the other as it ends."""
 
@@ -197,14 +199,17 @@ def tier_seconds(recipe: Recipe, run: Conditions, machine: Machine) -> dict[str,
     }
 
 
-def host_seconds(unit: UnitWork, run: Conditions, machine: Machine) -> tuple[float, float]:
+def host_seconds(
+    unit: UnitWork, run: Conditions, machine: Machine, *, is_alone: bool
+) -> tuple[float, float]:
     """Return the host's seconds for a unit's forward, and for its backward and its step.
 
-    Casts of weights and of gradients are one operation a parameter; a step is one a unit. Python
-    calls of other libraries are not known.
+    `is_alone`: of the only process, without offload. Casts of weights and of gradients are one
+    operation a parameter; a step is one a unit. Python calls of other libraries are not known.
     """
     casts = sum(member.compute_dtype != member.dtype for member in unit.members)
-    calls = 0 if run.uses_rings else UNIT_CALLS
+    calls = PARAMETER_CALLS * len(unit.members) if is_alone else UNIT_CALLS
+    calls = 0 if run.uses_rings else calls
     again = run.recompute if unit.is_recomputed else 0.0
     forward = unit.forward.num_kernels
     backward = unit.backward.num_kernels + again * forward + 1
@@ -230,7 +235,8 @@ class ClockExecutor(ActionExecutor):
         self.streams = Streams(machine.efficiency.contention)
         self._tiers = tier_seconds(recipe, run, machine)
         self._durations = [durations(unit, run, machine) for unit in work.units]
-        self._host = [host_seconds(unit, run, machine) for unit in work.units]
+        alone = recipe.is_alone
+        self._host = [host_seconds(u, run, machine, is_alone=alone) for u in work.units]
         self._issued = 0.0  # when the host has launched all that it was to launch by now
         costs = cache(lambda numel, ranks: costs_of(numel, recipe.on(ranks), run, machine))
         self._costs = [costs(unit.numel, unit.data_ranks) for unit in work.units]

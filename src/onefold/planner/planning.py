@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Literal
 
 from torch import nn
@@ -43,6 +43,8 @@ OTHER_DTYPE = '--dtype bf16 (dtype="bf16" in Python) plans another'
 
 Tracing = Callable[[int], Trace]
 """Traces a micro-batch of so many rows."""
+
+_Traced = tuple[Tracing, Trace, Trace | None, tuple[str, ...]]
 
 
 def plan(  # noqa: PLR0913 - the contract
@@ -127,7 +129,8 @@ def plan(  # noqa: PLR0913 - the contract
     rows = 1 if batch == "auto" else int(batch)
 
     is_open, least = batch == "auto" or bool(mixed), 1 if mixed else rows
-    exact, first, two, estimates = _traces(module, recipe, seq, least, is_open=is_open)
+    traces = partial(_traces, module, recipe, seq, least, is_open=is_open)
+    exact, first, two, estimates = traces(is_alone=recipe.is_alone)
     if is_named:
         config = str(config_path(name)) if name in published() else name
         estimates += left_out(config, module, dtype=dtype, otherwise=f"; {OTHER_DTYPE}")
@@ -151,10 +154,12 @@ def plan(  # noqa: PLR0913 - the contract
         exact=exact,
     )  # fmt: skip
     ways = _ways(stage, offload, where.device_type)
-    rows_tried = _found(search, ways, None if batch == "auto" else rows)
-    if batch == "auto" and two is not None and not mixed:  # a mixed one has exact traces
-        rows_tried = _confirmed(rows_tried, search, exact)
+    searches = _by_offload(search, ways, partial(traces, is_alone=False))
+    rows_tried = _found(searches, ways, None if batch == "auto" else rows)
+    if batch == "auto" and not mixed:  # a mixed one has exact traces
+        rows_tried = _confirmed(rows_tried, searches)
     best, closest = best_of(rows_tried), nearest(rows_tried)
+    search = searches[(best or closest).offload]
     return Plan(
         name, word if precision is not None else None, recompute, search, rows_tried, best, closest,
         estimates,
@@ -168,8 +173,8 @@ def plan(  # noqa: PLR0913 - the contract
 
 
 def _traces(
-    module: nn.Module, recipe: Recipe, seq: int, rows: int, *, is_open: bool
-) -> tuple[Tracing, Trace, Trace | None, tuple[str, ...]]:
+    module: nn.Module, recipe: Recipe, seq: int, rows: int, *, is_open: bool, is_alone: bool
+) -> _Traced:
     """Return the tracing, the traces of `rows` rows and of two if that is open, and estimates.
 
     There is no trace of two where it has other events: it could not be extrapolated.
@@ -178,12 +183,16 @@ def _traces(
 
     @cache
     def exact(rows: int) -> Trace:
-        return trace(module, tokens_of(rows, seq), precision=precision, device_type=device_type)
+        return trace(
+            module, tokens_of(rows, seq), precision=precision, device_type=device_type,
+            is_alone=is_alone,
+        )  # fmt: skip
 
     try:
         first, two = exact(rows), exact(2) if is_open else None
     except Untraceable as error:
-        units, _ = traced_units(ModuleTree.from_root(without_values(module)), None, precision)
+        tree = ModuleTree.from_root(without_values(module))
+        units, _ = traced_units(tree, None, precision, is_alone=is_alone)
         exact = cache(lambda rows: estimated(units, rows * seq, precision))
         first, two = exact(rows), exact(2) if is_open else None
         estimates = (f"activations and work, as the forward cannot be traced ({error})",)
@@ -191,10 +200,27 @@ def _traces(
     return exact, first, two if has_line else None, estimates
 
 
-def _found(search: Search, ways: Sequence[tuple[int, str]], rows: int | None) -> tuple[Row, ...]:
-    """Try each way that has such a wire, with as many rows as fit, or as many as requested."""
+def _by_offload(
+    search: Search, ways: Sequence[tuple[int, str]], trace_again: Callable[[], _Traced]
+) -> dict[str, Search]:
+    """Return the search of each offload: one rank with nothing offloaded has units of its own."""
+    words, others = {word for _, word in ways}, search
+    if search.recipe.is_alone and words != {"none"}:
+        exact, first, two, _ = trace_again()
+        others = replace(search, one_row=first, two_rows=two, exact=exact)
+    return {word: search if word == "none" else others for word in words}
+
+
+def _found(
+    searches: Mapping[str, Search], ways: Sequence[tuple[int, str]], rows: int | None
+) -> tuple[Row, ...]:
+    """Try each way that has such a wire, with as many rows as fit, or as many as requested.
+
+    `searches`: by offload.
+    """
     rows_tried, refused = list[Row](), list[ConfigError]()
     for stage, offload in ways:
+        search = searches[offload]
         try:
             row = search.row(stage, offload, rows) if rows else search.largest(stage, offload)
             rows_tried.append(row)
@@ -205,14 +231,16 @@ def _found(search: Search, ways: Sequence[tuple[int, str]], rows: int | None) ->
     return tuple(rows_tried)
 
 
-def _confirmed(rows: tuple[Row, ...], search: Search, traced: Tracing) -> tuple[Row, ...]:
+def _confirmed(rows: tuple[Row, ...], searches: Mapping[str, Search]) -> tuple[Row, ...]:
     """Trace the best row with as many rows as it has; take fewer where they do not fit after all.
 
     Bytes at an event grow along a line from one row to two. The most of several events is above it.
     """
     while (best := best_of(rows)) is not None and best.rows > 2:
-        search = replace(search, wires=(best.wire,))
-        exact = replace(search, one_row=traced(best.rows), two_rows=None)
+        search = replace(searches[best.offload], wires=(best.wire,))
+        if search.two_rows is None or search.exact is None:
+            return rows
+        exact = replace(search, one_row=search.exact(best.rows), two_rows=None)
         row = exact.row(best.stage, best.offload, best.rows)
         if row.fits:
             return tuple(row if other is best else other for other in rows)

@@ -10,7 +10,7 @@ under any stage, tier and number of ranks.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -23,11 +23,12 @@ from torch.utils._pytree import tree_map_only
 
 from onefold.compose.quantizing import quantize_frozen, without_reading
 from onefold.config import Precision
-from onefold.engine.hooks import hook, keep_dtypes
+from onefold.engine.hooks import PartHooks, hook, keep_dtypes
 from onefold.engine.walks import Call
 from onefold.engine.watch import tensors_in
 from onefold.errors import OnefoldError
 from onefold.layout.module_tree import ModuleTree, uncompiled
+from onefold.layout.one_rank import of_one_rank
 from onefold.layout.units import UnitChoice, UnitPlan, plan_units
 from onefold.planner.storages import Storages, Untraceable
 from onefold.planner.work import Event, EventKind, ModelWork, UnitWork, Work
@@ -106,18 +107,20 @@ def default_loss(outputs: Any) -> Tensor:
 
 def trace(
     module: nn.Module, inputs: Inputs, *, loss: Loss = default_loss, units: UnitChoice = None,
-    precision: Precision | None = None, device_type: str = "cpu",
+    precision: Precision | None = None, device_type: str = "cpu", is_alone: bool = False,
 ) -> Trace:  # fmt: skip
     """Trace one micro-batch of `module`, whose values are neither read nor changed.
 
     Shapes and dtypes of `inputs` count, their values do not. `device_type` decides which attention
-    kernels run. Raises `Untraceable` where the forward depends on values.
+    kernels run. `is_alone`: for one rank without offload, which has other units. Raises
+    `Untraceable` where the forward depends on values.
     """
     skeleton = without_values(module)
     inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
     inputs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), inputs)
     tree, precision = ModuleTree.from_root(skeleton), precision or Precision()
-    tracer = _Tracer(tree, *traced_units(tree, units, precision), precision)
+    plans, twins = traced_units(tree, units, precision, is_alone=is_alone)
+    tracer = _Tracer(tree, plans, twins, precision)
     if precision.compute is not None:
         keep_dtypes(tree.modules, precision.compute)
     storages = tracer.storages = Storages(device_type, tracer.note_work)
@@ -153,19 +156,21 @@ def _run_traced(module: nn.Module, inputs: Inputs, loss: Loss, tracer: _Tracer) 
 
 
 def traced_units(
-    tree: ModuleTree, units: UnitChoice, precision: Precision
+    tree: ModuleTree, units: UnitChoice, precision: Precision, *, is_alone: bool = False
 ) -> tuple[list[UnitPlan], Mapping[nn.Module, nn.Module]]:
     """Return the units, and modules of `tree` by theirs: a copy's, where weights are quantized.
 
     The trace runs with exact weights: what decoding takes is counted with the unit.
     """
-    if precision.frozen is None:
-        return plan_units(tree, units, precision=precision), {}
-    packed = ModuleTree.from_root(without_values(tree.root))
-    with without_reading(packed):
-        quantize_frozen(packed, [], precision.frozen)
-    twins = dict(zip(packed.root.modules(), tree.root.modules(), strict=True))
-    return plan_units(packed, units, precision=precision), twins
+    planned, twins = tree, dict[nn.Module, nn.Module]()
+    if precision.frozen is not None:
+        planned = ModuleTree.from_root(without_values(tree.root))
+        with without_reading(planned):
+            quantize_frozen(planned, [], precision.frozen)
+        twins = dict(zip(planned.root.modules(), tree.root.modules(), strict=True))
+    plans = plan_units(planned, units, precision=precision)
+    joins = is_alone and units is None and precision.frozen is None
+    return of_one_rank(plans, planned.root) if joins else plans, twins
 
 
 def without_values(module: nn.Module) -> nn.Module:
@@ -205,6 +210,9 @@ class _Tracer:
         self._forward, self._backward = ([Work()] * len(plans) for _ in range(2))
         users = {i: [twins.get(m, m) for m in plan.modules] for i, plan in enumerate(plans)}
         hook(self, users, root=tree.root)
+        if precision.compute is not None:
+            parts = {i: [twins.get(m, m) for m in plan.parts] for i, plan in enumerate(plans)}
+            hook(self, parts, kind=PartHooks)
 
     def _unit(
         self, index: int, plan: UnitPlan, traced: Mapping[str, nn.Parameter], precision: Precision
@@ -276,6 +284,10 @@ class _Tracer:
         if self._depth == 0 and not self._is_backward:
             self._note_event(EventKind.END_FORWARD)
             self.storages.count_as(is_loss=True)
+
+    def are_shown(self, indices: Iterable[int]) -> bool:
+        """True while the root runs, which brings the units of its parts."""
+        return self._depth > 0 or self._is_backward
 
     def hold_alias(self, tensor: Tensor) -> None:
         """A module returned a weight: a trace has none to keep."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -318,9 +317,7 @@ def return_free_memory() -> None:
 def map_blocks(nbytes: int) -> None:
     """Have glibc map blocks of `nbytes` and more: freed ones return to the system at once.
 
-    It holds for the whole process, so only a command asks for it, and a user's own `MALLOC_...`
-    variable goes before it. Without glibc this does nothing.
+    It holds for the whole process, so only a command asks for it. Without glibc this does nothing.
     """
-    if not any(name.startswith("MALLOC_") for name in os.environ):
-        with suppress(AttributeError, OSError, TypeError):
-            ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, nbytes)
+    with suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, nbytes)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_iter, tree_map
 
+from onefold.compat import untraced
 from onefold.errors import StateError
 from onefold.unit import refusals, whole
 from onefold.unit.context import UnitInUse
@@ -208,7 +209,7 @@ class _AtRest(GradSlot):
         return self._onefold_owner()
 
     @classmethod
-    @torch._disable_dynamo
+    @untraced
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _dispatch(func, args, kwargs)
 
@@ -320,7 +321,7 @@ class Stale(Tensor):
     _why: Callable[[], StateError]
 
     @classmethod
-    @torch._disable_dynamo
+    @untraced
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         stale = next(leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Stale))
         with torch._C.DisableTorchFunctionSubclass():
@@ -376,7 +377,7 @@ class DirectUse:
     def __init__(self, parameter: Owner) -> None:
         self.parameter = parameter
 
-    @torch._disable_dynamo
+    @untraced
     def __call__(self, sharded: Tensor) -> None:
         parameter = self.parameter()
         if isinstance(sharded.grad, DTensor):  # of an operation that DTensor defines: full_tensor()
@@ -385,7 +386,7 @@ class DirectUse:
             raise refusals.DIRECT_USE(parameter.fqn, where=parameter.spec.context.where)
 
 
-@torch._disable_dynamo
+@untraced
 def on_accumulated(parameter: Owner, accumulated: Tensor) -> None:
     """Tell the unit of an unsharded parameter that its gradient has grown."""
     alive = parameter()

@@ -209,6 +209,11 @@ def _whole_world(timeout: timedelta) -> dist.ProcessGroup | None:
     return dist.group.WORLD if dist.is_initialized() else None
 
 
+def num_processes() -> int:
+    """Return the size of the default group; 1 if there is none."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
 def _not_in(kind: str) -> ConfigError:
     rank = dist.get_rank() if dist.is_initialized() else 0
     hint = "only the ranks of the mesh call onefold.shard with it"

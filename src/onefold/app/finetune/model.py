@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,18 @@ from onefold.planner.result import Plan
 from onefold.planner.storages import Untraceable
 from onefold.text import format_bytes
 from onefold.tier import accelerator
+from onefold.tier.device import map_blocks
 from onefold.wire.world import World
+
+MAPPED_NBYTES = 8 << 20
+"""Blocks that CPU ranks give back when they are freed: gradients of matrices, between those that
+stay. 291 M parameters on 2 ranks held 1.15 of the bytes in use, and hold 1.09."""
+
+
+def give_blocks_back(world: World) -> None:
+    """Let large blocks of a CPU rank return to the system at once, unless the user tunes malloc."""
+    if world.device.type == "cpu" and not any(name.startswith("MALLOC_") for name in os.environ):
+        map_blocks(MAPPED_NBYTES)
 
 
 def load_tokenizer(job: FinetuneJob, rows: RowFile) -> Any:

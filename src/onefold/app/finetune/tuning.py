@@ -33,10 +33,6 @@ if TYPE_CHECKING:
 NEEDED = ("transformers", "accelerate", "trl", "peft", "datasets")
 """Packages of the extra `finetune`."""
 
-MAPPED_NBYTES = 8 << 20
-"""Blocks that CPU ranks give back when they are freed: gradients of matrices, between those that
-stay. 291 M parameters on 2 ranks held 1.15 of the bytes in use, and hold 1.09."""
-
 SCHEDULE = {
     "lr_scheduler_type": "cosine_warmup_with_min_lr", "warmup_steps": 0.03,
     "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
@@ -239,11 +235,10 @@ class _Run:
         import torch
 
         import onefold
-        from onefold.tier.device import map_blocks
+        from onefold.app.finetune.model import give_blocks_back
 
         job, way = self.job, self.way
-        if self.world.device.type == "cpu":
-            map_blocks(MAPPED_NBYTES)
+        give_blocks_back(self.world)
         torch.manual_seed(job.seed)  # of adapters
         precision: Any = way.precision
         if job.rest is not None:

@@ -78,6 +78,7 @@ def trace_of(job: Job, module: nn.Module, world: World) -> Trace | None:
         return trace(
             module, tokens_of(part.stop - part.start, job.seq), loss=loss_of_rows,
             precision=precision_of(job.precision), device_type=world.device.type,
+            is_alone=world.world_size == 1 and not job.offload,
         )  # fmt: skip
     except Untraceable:
         return None
