@@ -20,7 +20,12 @@ from torch._C._dynamo import eval_frame
 
 from onefold.errors import ConfigError
 
-Given, Returned = ParamSpec("Given"), TypeVar("Returned")
+Given = ParamSpec("Given")
+Returned = TypeVar("Returned")
+
+_NOT_ITSELF = eval_frame._FrameExecStrategy(
+    eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+)
 
 
 def untraced(function: Callable[Given, Returned]) -> Callable[Given, Returned]:
@@ -37,14 +42,10 @@ def untraced(function: Callable[Given, Returned]) -> Callable[Given, Returned]:
         is_tracing = eval_frame.get_eval_frame_callback() is not None
         return (disabled if is_tracing else function)(*args, **kwargs)
 
-    setattr(call, "_torchdynamo_disable", True)  # noqa: B010 - torch declares no such attribute
-    eval_frame.set_code_exec_strategy(call.__code__, _NOT_ITSELF)
+    hook: Any = call
+    hook._torchdynamo_disable = True
+    eval_frame.set_code_exec_strategy(hook.__code__, _NOT_ITSELF)
     return call
-
-
-_NOT_ITSELF = eval_frame._FrameExecStrategy(
-    eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
-)
 
 
 @dataclass(frozen=True, slots=True)
