@@ -231,3 +231,50 @@ def test_gradients_of_a_reentrant_recompute_are_right_up_to_rounding(kind):
             for units in (None, by_block)
         )
         assert mine < 1.3 * theirs < 0.1, how
+
+
+class Repeats(nn.Module):
+    """A part that calls itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, times: int = 2) -> torch.Tensor:
+        if times > 0:
+            x = self(self.mix(self.norm(x)), times - 1)
+        return x + self.mix(x)
+
+
+def test_a_part_without_the_root_may_call_itself_or_fail():
+    def gradients_of(**choices: Any) -> list[torch.Tensor]:
+        model = seeded(lambda: nn.Sequential(Repeats(), Repeats(), Repeats()))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        onefold.shard(model, optimizer, precision="bf16", **choices)
+        x = torch.linspace(-1, 1, 32).view(4, 8)
+        for step in range(2):
+            with pytest.raises(RuntimeError):
+                model[1](x[:, :3])
+            loss = (model(x) + model[1](x)).float().square().sum()
+            loss.backward()
+            if step == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        hooked = sum(len(part._forward_hooks) for part in model)
+        return [torch.tensor(hooked), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    (num_hooks, *mine), (_, *theirs) = (
+        gradients_of(),
+        gradients_of(units=lambda m: m.__class__ is Repeats),
+    )
+    assert num_hooks == 0
+    assert len(mine) == len(theirs) == 12
+    assert all(map(torch.equal, mine, theirs))
+
+
+def test_parts_compute_with_editable_weights_too():
+    model = seeded(Parts)
+    onefold.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), precision="bf16")
+    with onefold.unsharded(model), torch.no_grad():
+        assert model(ROWS).dtype == torch.float32
+        torch.testing.assert_close(model(ROWS), seeded(Parts)(ROWS))

@@ -159,6 +159,8 @@ class PartHooks(ModuleHooks):
         others: list[ModuleHooks], *, is_root: bool,
     ) -> None:  # fmt: skip
         super().__init__(engine, module, dict.fromkeys(units, 1), others, is_root=is_root)
+        self._alone = ThreadStack[bool]()  # of one that brings units, and of calls inside it
+        self._num_alone = 0  # on all threads
 
     def register(self) -> None:
         self._handles = [
@@ -171,16 +173,26 @@ class PartHooks(ModuleHooks):
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if self.engine.are_shown(self.units):
-            assert self.compute is not None, "parts compute with weights at rest, without hooks"
+        opened, is_alone = self._alone.entries, not self.engine.are_shown(self.units)
+        if is_alone or opened:
+            opened.append(is_alone)
+        if not is_alone:
+            if self.compute is None or self.engine.is_unsharded:
+                return None
             return cast_arguments(args, kwargs, self.compute)
-        self._handles.append(module.register_forward_hook(self.post_forward, always_call=True))
+        self._num_alone += 1
+        if self._num_alone == 1:
+            self._handles.append(module.register_forward_hook(self.post_forward, always_call=True))
         return super().pre_forward(module, args, kwargs)
 
     @untraced
     def post_forward(self, module: nn.Module, args: object, outputs: object) -> Any:
-        self._handles.pop().remove()
-        super().post_forward(module, args, outputs)
+        opened = self._alone.entries
+        if opened and opened.pop():
+            self._num_alone -= 1
+            if self._num_alone == 0:
+                self._handles.pop().remove()
+            super().post_forward(module, args, outputs)
 
 
 def hook(
