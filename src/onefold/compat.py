@@ -4,6 +4,8 @@ torch 2.11 and 2.12   older names of three collectives, and no rule for `detach_
 torch 2.11            no rule for `is_pinned` of a DTensor, no time limit in the launcher, no
                       exchange of bytes between storages, and another name of the function by which
                       stages of a pipeline learn shapes
+
+`untraced` alone asks for private names of dynamo, which are the same in all of these.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from onefold.errors import ConfigError
 Given = ParamSpec("Given")
 Returned = TypeVar("Returned")
 
-_NOT_ITSELF = eval_frame._FrameExecStrategy(
+_SKIPS_ITS_FRAME = eval_frame._FrameExecStrategy(
     eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
 )
 
@@ -44,7 +46,7 @@ def untraced(function: Callable[Given, Returned]) -> Callable[Given, Returned]:
 
     hook: Any = call
     hook._torchdynamo_disable = True
-    eval_frame.set_code_exec_strategy(hook.__code__, _NOT_ITSELF)
+    eval_frame.set_code_exec_strategy(hook.__code__, _SKIPS_ITS_FRAME)
     return call
 
 

@@ -132,7 +132,6 @@ def _install(parts: ModuleParts, engine: Engine, originals: list[nn.Parameter]) 
     hook(engine, users, root=module, kind=kind)
     if engine.recipe.precision.compute is not None:  # else parts compute with weights at rest
         hook(engine, {i: plan.parts for i, plan in enumerate(parts.plans)}, kind=PartHooks)
-    if engine.recipe.precision.compute is not None:
         keep_dtypes(parts.tree.modules, engine.recipe.precision.compute)
     device = engine.context.store.device
     if device.type != "cpu" and engine.recipe.offload.parameters != "device":

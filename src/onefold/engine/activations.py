@@ -39,6 +39,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from onefold.compat import untraced
 from onefold.engine.watch import in_backward
 from onefold.errors import StateError, TierError
 from onefold.tier.area import Lease
@@ -313,7 +314,7 @@ class SavedActivations:
         while self._begun:
             self.end()
 
-    @torch._disable_dynamo  # [Note: torch.compile] in hooks.py
+    @untraced  # [Note: torch.compile] in hooks.py
     def pack(self, tensor: Tensor) -> SavedView | SavedEntry:
         """Return an object for the graph to hold instead of `tensor`.
 
@@ -400,7 +401,7 @@ class SavedActivations:
                     raise
 
 
-@torch._disable_dynamo
+@untraced
 def _unpack(packed: SavedView | SavedEntry) -> Tensor:
     return packed.unpack()
 

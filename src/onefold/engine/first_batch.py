@@ -14,7 +14,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.hooks import RemovableHandle
 
-from onefold.compat import LEARN_SHAPES
+from onefold.compat import LEARN_SHAPES, untraced
 from onefold.engine.pipelined import calling_stage
 from onefold.engine.watch import tensors_in
 from onefold.layout.model_axes import local_of
@@ -39,7 +39,7 @@ class _FirstBatch:
         self._group = group
         self.handle: RemovableHandle | None = None
 
-    @torch._disable_dynamo  # as the hooks of hooks.py
+    @untraced  # as the hooks of hooks.py
     def __call__(self, root: nn.Module, args: object, kwargs: object) -> None:
         if self.handle is None or not torch.is_grad_enabled():
             return

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from weakref import ref
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
+from onefold.compat import untraced
 from onefold.engine.behaviour import behaviour_of
 from onefold.engine.engine import Engine
 from onefold.engine.flat_groups import cannot_cut
@@ -66,7 +66,7 @@ class _Adoption:
 
     engine: ref[Engine]
 
-    @torch._disable_dynamo  # [Note: torch.compile] in hooks.py
+    @untraced  # [Note: torch.compile] in hooks.py
     def __call__(self, optimizer: Optimizer, *_: object) -> None:
         engine = self.engine()
         if engine is None or wrapped_by(optimizer) is not None:  # the one inside is adopted

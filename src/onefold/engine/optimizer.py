@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from onefold.compat import untraced
 from onefold.engine.behaviour import behaviour_of, moments_of_group
 from onefold.engine.blocks import reserve_slots
 from onefold.engine.coupled import EvaluatedClosure, Replaced, rows_of_ranks, share_losses
@@ -195,7 +196,7 @@ class OptimizerBinding:
 
     # around the class's own step
 
-    @torch._disable_dynamo  # [Note: torch.compile] in hooks.py
+    @untraced  # [Note: torch.compile] in hooks.py
     def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: State) -> Replaced:
         """Replace sharded parameters by the tensors to step. Runs after every other pre-hook."""
         if self._is_entered:  # a subclass's step that calls its base class's
@@ -270,7 +271,7 @@ class OptimizerBinding:
                     hint = "build the optimizer after adapters were added"
                     raise StateError(wanted, got, where=f"rank {engine.group.rank}", hint=hint)
 
-    @torch._disable_dynamo
+    @untraced
     def after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: State) -> None:
         """Put sharded parameters back. Runs before every other post-hook."""
         if self._searches:

@@ -1,6 +1,6 @@
 """The rules of a schedule, one frozen value for each sharded module. No torch here.
 
-See docs/adr/0003, 0006 and 0034.
+See docs/adr/0003, 0006, 0034 and 0040.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Policy:
     frees_after_backward: otherwise unsharded weights stay until the step (stages 1 and 2).
     gathers_in_order: every rank gathers units in the order of the module, each once a step, and by
         the end of a forward all of them: ranks may use different ones (docs/adr/0034).
-    frees_with_gradients: a unit is freed with its last gradient (one rank: the root's call ends
-        with backward, docs/adr/0040).
+    frees_with_gradients: a unit is freed with its last gradient, and what only a hidden output
+        refers to stays until the step (one rank: the root's call ends with backward).
     keeps_bytes: the memory of unsharded weights stays over the step, too (docs/adr/0006).
     keeps_gradients: the memory of reduced gradients stays over `zero_grad` (stage 0, where each
         rank holds all of them), unless their states are offloaded to save memory.

@@ -47,14 +47,9 @@ def cast_arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Cast the floating-point tensors that a module is called with; None if all have the dtype."""
-    if not kwargs:
-        for value in args:
-            if not isinstance(value, Tensor) or (
-                value.dtype is not dtype and value.is_floating_point()
-            ):
-                break
-        else:
-            return None
+    are_tensors = not kwargs and all([isinstance(value, Tensor) for value in args])
+    if are_tensors and all([t.dtype is dtype or not t.is_floating_point() for t in args]):
+        return None
     return cast_floating(args, dtype), cast_floating(kwargs, dtype)
 
 

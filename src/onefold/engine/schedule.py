@@ -260,7 +260,7 @@ class Schedule:
         self.open_calls.event_log.end()
         self._end_calls()
         for unit in range(len(self.units)):
-            if not (self.builds_graph or self.policy.frees_with_gradients):  # one rank has room
+            if not (self.builds_graph or self.policy.frees_with_gradients):
                 self._held.discard(unit)
             self._hide(unit, out, frees=self.policy.frees_after_backward)
         if self.reductions.defers:

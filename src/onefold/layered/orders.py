@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from onefold.compat import untraced
 from onefold.engine.driving import Drive
 from onefold.engine.engine import Engine
 from onefold.engine.first_batch import has_dropout
@@ -357,7 +358,7 @@ def cutting(blocks: Mapping[str, nn.Module], cuts: Mapping[ForwardThread, Cuts])
         yield
 
 
-@torch._disable_dynamo  # [Note: torch.compile] in engine/hooks.py
+@untraced  # [Note: torch.compile] in engine/hooks.py
 def _cut_at_block(
     cuts: Mapping[ForwardThread, Cuts], at: str, _: nn.Module, args: Any, value: Any
 ) -> Any:

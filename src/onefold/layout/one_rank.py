@@ -1,7 +1,6 @@
 """Units of the only process, whose weights stay on its device. See docs/adr/0040."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -20,7 +19,7 @@ def of_one_rank(
     Blocks of one rank have nothing to wait for, and each event of a unit costs the host. Units of
     packed weights stay, as they are decoded where they are used.
     """
-    modules, joined, parts = [root], list[UnitPlan](), dict[UnitPlan, list[nn.Module]]()
+    modules, joined = [root], list[UnitPlan]()
     open_by_kind: dict[tuple[torch.dtype, bool, bool], UnitPlan] = {}
     for plan in plans:
         if plan.is_packed or plan.is_quantized or plan.is_multiplied:
@@ -32,8 +31,5 @@ def of_one_rank(
             bucket = open_by_kind[key] = UnitPlan(plan.name, modules)
             joined.append(bucket)
         bucket.members += plan.members
-        parts.setdefault(bucket, []).extend(plan.modules)
-    return [
-        replace(plan, parts=[m for m in dict.fromkeys(parts.get(plan, ())) if m is not root])
-        for plan in joined
-    ]
+        bucket.parts += [module for module in plan.modules if module is not root]
+    return joined

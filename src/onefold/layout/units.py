@@ -101,9 +101,9 @@ class UnitPlan:
     name: str
     modules: list[nn.Module]
     members: list[Owned] = field(default_factory=list)
-    parts: list[nn.Module] = field(default_factory=list)  # of the root, if that brings the unit
     tile_nbytes: int = 0  # above it, one weight is used in row blocks of about so many bytes
     mesh: Any = None
+    parts: list[nn.Module] = field(default_factory=list)  # of the root, if that brings the unit
 
     @property
     def numel(self) -> int:
@@ -223,7 +223,7 @@ def plan_units(
         least = TABLE_NBYTES if tiles_tables and _is_table(owned) else tile_nbytes
         if tile_nbytes > 0 and owned.nbytes > least and _can_be_tiled(owned):
             mesh = mesh_of.get(owned.owners[0][0])
-            plans.append(UnitPlan(owned.fqn, [], [owned], [], tile_nbytes, mesh))
+            plans.append(UnitPlan(owned.fqn, [], [owned], tile_nbytes, mesh))
             continue
         block = block_of.get(owned.owners[0][0])
         if block is not None:
@@ -395,6 +395,6 @@ def split(plan: UnitPlan) -> list[UnitPlan]:
             elif not is_trained:
                 kind = f"{kind}, frozen"
             name = f"{plan.name} ({kind})" if parts else plan.name
-            parts[key] = UnitPlan(name, plan.modules, [], [], plan.tile_nbytes, plan.mesh)
+            parts[key] = UnitPlan(name, plan.modules, [], plan.tile_nbytes, plan.mesh)
         parts[key].members.append(owned)
     return sorted(parts.values(), key=lambda part: -part.nbytes if part.is_packed else 0)

@@ -24,6 +24,7 @@ from math import inf
 import torch
 from torch import nn
 
+from onefold.compat import untraced
 from onefold.engine.engine import Engine
 from onefold.engine.registry import engine_of
 from onefold.engine.watch import tensors_in
@@ -130,7 +131,7 @@ class RowSpeeds:
     def count_rows(self, root: nn.Module) -> None:
         """Count the rows of forwards that train."""
 
-        @torch._disable_dynamo  # see [Note: torch.compile] in engine/hooks.py
+        @untraced  # see [Note: torch.compile] in engine/hooks.py
         def count(_: nn.Module, args: object, kwargs: object) -> None:
             if torch.is_grad_enabled():
                 first = next((t for t in tensors_in((args, kwargs)) if t.dim()), None)

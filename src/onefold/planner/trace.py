@@ -112,8 +112,8 @@ def trace(
     """Trace one micro-batch of `module`, whose values are neither read nor changed.
 
     Shapes and dtypes of `inputs` count, their values do not. `device_type` decides which attention
-    kernels run. `is_alone`: for one rank without offload, which has other units. Raises
-    `Untraceable` where the forward depends on values.
+    kernels run. `is_alone`: for a recipe that is (`Recipe.is_alone`), which has other units.
+    Raises `Untraceable` where the forward depends on values.
     """
     skeleton = without_values(module)
     inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
@@ -169,8 +169,7 @@ def traced_units(
             quantize_frozen(planned, [], precision.frozen)
         twins = dict(zip(planned.root.modules(), tree.root.modules(), strict=True))
     plans = plan_units(planned, units, precision=precision)
-    joins = is_alone and units is None and precision.frozen is None
-    return of_one_rank(plans, planned.root) if joins else plans, twins
+    return of_one_rank(plans, planned.root) if is_alone and units is None else plans, twins
 
 
 def without_values(module: nn.Module) -> nn.Module:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from onefold.compat import untraced
 from onefold.engine.engine import Engine
 from onefold.engine.watch import tensors_in
 from onefold.layout.ledger import Ledger
@@ -118,7 +119,7 @@ class Meter(Observer):
         sums = self._waited_s, self._tokens, dict(self._batches), self._others
         self._marks.append(Mark(step, now, *sums))
 
-    @torch._disable_dynamo  # see [Note: torch.compile] in engine/hooks.py
+    @untraced  # see [Note: torch.compile] in engine/hooks.py
     def count(self, _: nn.Module, args: object, kwargs: object) -> None:
         """Count the tokens of a forward that trains: the elements of its first integer tensor.
 
@@ -149,7 +150,7 @@ class Meter(Observer):
             self._others += shape.numel()
         return is_told
 
-    @torch._disable_dynamo
+    @untraced
     def end_count(self, _: nn.Module, __: object, output: object) -> None:
         """End the count of a forward; one that failed, without output, is counted anew."""
         if not self._is_counting():

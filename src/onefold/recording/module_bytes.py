@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from onefold.compat import untraced
+
 
 def has_compiled() -> bool:
     """True after torch.compile in this process: what watches operations would compile again."""
@@ -61,12 +63,12 @@ class ModuleBytes:
         in_backward = torch._C._current_graph_task_id() != -1
         return torch.is_grad_enabled() and not in_backward and get_ident() == self._thread
 
-    @torch._disable_dynamo  # [Note: torch.compile] in engine/hooks.py
+    @untraced  # [Note: torch.compile] in engine/hooks.py
     def _enter(self, *_: object) -> None:
         if self._counts():
             self._calls.append(_Forward(self._read()))
 
-    @torch._disable_dynamo
+    @untraced
     def _leave(self, name: str, *_: object) -> None:
         if not self._calls or not self._counts():
             return

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_iter, tree_map
 
+from onefold.compat import untraced
 from onefold.layout.ledger import Kind
 from onefold.layout.packed import QuantizedWeight
 from onefold.unit import refusals
@@ -141,7 +142,7 @@ class PackedMatrix(nn.Parameter):
     _onefold_index: int | None  # of the matrix; None of a stack
 
     @classmethod
-    @torch._disable_dynamo
+    @untraced
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         in_bytes = _IN_BYTES.get(func)

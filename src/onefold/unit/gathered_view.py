@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_iter, tree_map
 
+from onefold.compat import untraced
 from onefold.unit import refusals
 from onefold.unit.functions import SET_DATA, VALUES, is_passive, writes
 from onefold.unit.quantized_bytes import plain_bytes, refuse_edit
@@ -25,7 +26,7 @@ class GatheredView(Tensor):
     _target: DTensor
 
     @classmethod
-    @torch._disable_dynamo
+    @untraced
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is SET_DATA or (is_passive(func) and func not in VALUES):  # of this object

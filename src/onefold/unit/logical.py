@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_iter, tree_map
 
-from onefold.compat import add_missing_rules
+from onefold.compat import add_missing_rules, untraced
 from onefold.layout.ranges import Ranges
 from onefold.unit import cut_dtensor, refusals
 from onefold.unit.functions import (
@@ -338,7 +338,7 @@ class LogicalTensor(LogicalValues):
         return dtensor_over(DTensor, self._local_tensor, self._spec).__reduce_ex__(protocol)
 
     @classmethod
-    @torch._disable_dynamo
+    @untraced
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
@@ -382,7 +382,7 @@ class ShownData(LogicalTensor):
     shows_weights = True
 
     @classmethod
-    @torch._disable_dynamo
+    @untraced
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = super().__torch_function__(func, types, args, kwargs)
         count_edits(func, [leaf for leaf in tree_iter(args[:1]) if isinstance(leaf, ShownData)])

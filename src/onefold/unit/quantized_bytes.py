@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map
 
+from onefold.compat import untraced
 from onefold.unit import refusals
 from onefold.unit.functions import READS, writes
 
@@ -44,7 +45,7 @@ class QuantizedBytes(Tensor):
         return self.bytes.__reduce_ex__(protocol)
 
     @classmethod
-    @torch._disable_dynamo
+    @untraced
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in READS:  # torch has them of plain tensors alone
             args, kwargs = tree_map(plain_bytes, (args, kwargs))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map
 
+from onefold.compat import untraced
 from onefold.errors import StateError
 from onefold.unit import whole
 
@@ -44,7 +45,7 @@ class RestingGrad(Tensor):
         return self.clone().as_subclass(Tensor).__reduce_ex__(protocol)
 
     @classmethod
-    @torch._disable_dynamo
+    @untraced
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             await_readers(tree_iter((args, kwargs)))
@@ -102,7 +103,7 @@ class NoMean(Tensor):
         raise self._why()
 
     @classmethod
-    @torch._disable_dynamo
+    @untraced
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             if func in _OF_ITS_KIND:

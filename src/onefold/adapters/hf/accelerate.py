@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ReferenceType, ref
 
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -39,6 +38,7 @@ from onefold.engine.registry import engine_of, is_sharded
 from onefold.errors import ConfigError
 from onefold.resume import load
 from onefold.versions import warn_if_untested
+from onefold.wire.ranks import num_processes
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -161,7 +161,7 @@ def _source(variable: str, value: str) -> str:
 
 def _check_ranks(accelerator: Any, model: nn.Module) -> None:
     """Raise `ConfigError` unless Accelerate knows of all ranks, and of the same device."""
-    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    num_ranks = num_processes()
     if num_ranks != accelerator.num_processes:
         wanted = f"an Accelerator with num_processes={num_ranks}, the number of ranks"
         got = f"num_processes={accelerator.num_processes}, which would deal all ranks the same rows"

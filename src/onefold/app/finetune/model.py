@@ -14,6 +14,7 @@ import onefold
 from onefold.app.finetune.choices import AUTO, FinetuneJob
 from onefold.app.finetune.row_file import Row, RowFile
 from onefold.app.generate.sources import TOKENIZERS
+from onefold.checkpoint.agreement import first
 from onefold.config import PrecisionWord, precision_of
 from onefold.errors import ConfigError
 from onefold.planner.models.loader import described, recompute
@@ -218,7 +219,5 @@ def save_weights(module: nn.Module, tokenizer: Any, folder: str, world: World) -
     Each rank writes its own rows. Trainer's `save_model` would write whole weights a second time,
     from files that rank 0 has mapped.
     """
-    from onefold.checkpoint.agreement import first
-
     onefold.save_pretrained(module, folder)
     first(world.group, lambda: tokenizer.save_pretrained(folder))

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from onefold.compat import untraced
 from onefold.errors import ConfigError, StateError
 from onefold.wire.collectives import Group
 from onefold.wire.moves import gathered, moved, swap
@@ -44,7 +45,7 @@ class SplitAttention(threading.local):
         """
         self._padding = padding
 
-    @torch._disable_dynamo  # collectives stay out of graphs
+    @untraced  # collectives stay out of graphs
     def __call__(  # noqa: PLR0913 - torch's signature
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
         dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,

@@ -17,7 +17,6 @@ from itertools import islice
 from typing import Any
 from weakref import ref
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,6 +30,7 @@ from onefold.axes.sequence.attention_calls import (
     main_tensor,
     positional_names,
 )
+from onefold.compat import untraced
 from onefold.engine.engine import Engine
 from onefold.engine.first_batch import digest_of
 from onefold.engine.forward_threads import ThreadStack
@@ -216,7 +216,7 @@ class SequenceSplit:
         if self.parts > 1:
             yield from self._hooks.install(module)
 
-    @torch._disable_dynamo
+    @untraced
     def _before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -240,7 +240,7 @@ class SequenceSplit:
         if self.parts > 1:
             self._hooks.enter(module)
 
-    @torch._disable_dynamo
+    @untraced
     def _after(self, module: nn.Module, _: object, outputs: Any) -> Any:
         self._hooks.leave(module)
         self._attention.pad(0)
@@ -326,11 +326,11 @@ class _AttentionHooks(threading.local):
                 yield module.register_forward_pre_hook(self._before)
                 yield module.register_forward_hook(self._after, always_call=True)
 
-    @torch._disable_dynamo
+    @untraced
     def _before(self, module: nn.Module, _: Any) -> None:
         if in_backward():
             self.enter(module)
 
-    @torch._disable_dynamo
+    @untraced
     def _after(self, module: nn.Module, *_: Any) -> None:
         self.leave(module)
