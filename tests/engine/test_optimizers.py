@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 import onefold
+from onefold.engine.joining import adopt_later
+from onefold.engine.registry import engine_of
 from onefold.errors import ConfigError
 from tests.support.models import Model, next_token_loss, token_batches
 from tests.support.ranks import every_rank, run_ranks, seeded
@@ -459,6 +461,33 @@ def test_a_module_that_is_collected_while_another_steps_disturbs_no_step():
         handle.remove()
     lost()
     assert len(_global_optimizer_pre_hooks) < num_hooks, "hooks of what is gone go with the next"
+
+
+def test_modules_are_sharded_while_the_collector_runs_what_adds_step_hooks():
+    """As it does where ranks are threads: what it frees lets another thread go on."""
+    num_hooks = 3000  # more than the freed tuples that CPython keeps: the collector has to run
+    handles = [register_optimizer_step_pre_hook(lambda *_: None) for _ in range(num_hooks)]
+    added = []
+
+    def add(phase: str, _: object) -> None:
+        if phase == "start":
+            added.append(register_optimizer_step_pre_hook(lambda *_: None))
+        elif added:
+            added.pop().remove()
+
+    module = nn.Linear(2, 2)
+    onefold.shard(module)
+    engine = engine_of(module)
+    threshold = gc.get_threshold()
+    gc.callbacks.append(add)
+    try:
+        gc.set_threshold(1)
+        adopt_later(engine)
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(add)
+        for handle in [*handles, *added]:
+            handle.remove()
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])

@@ -97,9 +97,11 @@ def adopt_later(engine: Engine) -> None:
     """Bind optimizers that are built on the module's parameters after `shard`, at their first step.
 
     This uses torch's own step hook for all optimizers. Hooks of deleted modules are removed here,
-    not when a module is deleted: the collector may run while torch goes over its hooks.
+    not when a module is deleted: the collector may run while torch goes over its hooks. It may run
+    while a list of them is made, too, and what it frees lets other threads add theirs; dict.copy
+    copies in one go.
     """
-    for key, hook in list(_global_optimizer_pre_hooks.items()):
+    for key, hook in dict.copy(_global_optimizer_pre_hooks).items():
         if isinstance(hook, _Adoption) and hook.engine() is None:
             _global_optimizer_pre_hooks.pop(key, None)
     register_optimizer_step_pre_hook(_Adoption(ref(engine)))
