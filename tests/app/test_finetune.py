@@ -45,6 +45,7 @@ from onefold.wire.collectives import Group
 from onefold.wire.world import World
 from tests.support.commands import begin, torchrun
 from tests.support.commands import onefold as command
+from tests.support.fresh import run_scripts
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -662,3 +663,35 @@ def test_a_model_that_needs_more_memory_than_is_free_is_refused_with_both(monkey
     job = FinetuneJob(model="base", data="rows", out="out", seq=16, offload=None)
     with pytest.raises(ConfigError, match=r"it would need .*iB on each device, which has 1\.0"):
         choose(job, module, World(Group.from_handle(None), torch.device("cpu")))
+
+
+FREED = """
+import os, torch
+from types import SimpleNamespace
+from onefold.app.finetune.model import give_blocks_back
+
+def resident_mib():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096 >> 20
+
+os.environ.update({})
+give_blocks_back(SimpleNamespace(device=torch.device("cpu")))
+large = torch.ones(6 << 20)  # 24 MiB: once they are freed, glibc takes such blocks from its heap
+del large
+blocks, behind = [], []
+for _ in range(10):
+    blocks.append(torch.ones(4 << 20))  # 16 MiB
+    behind.append(torch.ones(16 << 10))  # 64 KiB that stay
+before = resident_mib()
+blocks.clear()
+print(before - resident_mib())
+"""
+
+
+@pytest.mark.process
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc gives the blocks back")
+def test_freed_gradients_go_back_to_the_system_unless_the_user_tunes_malloc():
+    tuned = FREED.replace("({})", "(MALLOC_ARENA_MAX='4')")
+    freed_mib, kept_mib = (int(ended.stdout) for ended in run_scripts([FREED, tuned]))
+    assert freed_mib >= 150, f"{freed_mib} of 160 MiB went back"
+    assert kept_mib < 50, "the test sees no difference"
