@@ -4,6 +4,7 @@
     python benchmarks/programs.py --seeds 0:300 --processes      ranks are gloo processes
     python benchmarks/programs.py --seeds 0:100 --trainer        they train with a Trainer
     python benchmarks/programs.py --seeds 0:1000 --mesh          on meshes of four axes
+    python benchmarks/programs.py --seeds 0:300 --many           on 17 to 32 ranks
     python benchmarks/programs.py --seeds 17:18 --show           print the program as a script
 
 Seeds run in forked processes with a time limit, so a hang and an abort are verdicts. For each
@@ -34,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from contest.results import append_run
 
-from tests.support.programs.drawing import Drawn, draw, draw_trainer
+from tests.support.programs.drawing import Drawn, draw, draw_many, draw_trainer
 from tests.support.programs.gloo import run_gloo_ranks
 from tests.support.programs.judging import Judge, judge_seed
 from tests.support.programs.mesh_drawing import MeshJudge, draw_mesh
@@ -143,6 +144,9 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--mesh", action="store_true", help="pipeline, data, sequence, tensor ranks"
     )
+    parser.add_argument(
+        "--many", action="store_true", help="more ranks than most tensors have rows"
+    )
     parser.add_argument("--record", default="", help="name of a file in results")
     return parser.parse_args()
 
@@ -151,7 +155,8 @@ def main() -> int:
     """Run seeds; exit 1 if a program was silently wrong, raw, hung or ended its process."""
     arguments = read_arguments()
     first, end = map(int, arguments.seeds.split(":"))
-    draws = draw_mesh if arguments.mesh else draw_trainer if arguments.trainer else draw
+    chosen = {"mesh": draw_mesh, "trainer": draw_trainer, "many": draw_many}
+    draws = next((chosen[name] for name in chosen if vars(arguments)[name]), draw)
     if arguments.show:
         print("\n\n".join(draws(seed).script() for seed in range(first, end)))
         return 0

@@ -1,5 +1,5 @@
 """Whatever a program combines, it is right or refused by name: 80 chosen seeds of the generator,
-and the chosen ones of programs on meshes of pipeline, data, sequence and tensor ranks.
+eight on many ranks, and the chosen ones on meshes of pipeline, data, sequence and tensor ranks.
 
 They cover twice the pairs of values of the first sixty. `benchmarks/programs.py` runs thousands. A
 seed that failed there becomes a law of its room.
@@ -17,12 +17,13 @@ import pytest
 import torch
 
 from onefold.errors import ConfigError, WireError
+from onefold.layout.message_plan import FEW_RANKS
 from tests.support.forking import HANG_S
 from tests.support.older_torch import offloads_adagrad
 from tests.support.programs.catalogue import LATER_BLOCKS, POOL
 from tests.support.programs.chosen import CHOSEN
 from tests.support.programs.chosen_meshes import CHOSEN_MESHES
-from tests.support.programs.drawing import Drawn, DrawnLeg, draw, draw_trainer
+from tests.support.programs.drawing import Drawn, DrawnLeg, draw, draw_many, draw_trainer
 from tests.support.programs.judging import Judge, judge_seed
 from tests.support.programs.mesh_drawing import MeshDrawn, MeshJudge, draw_mesh
 from tests.support.programs.meshes import AXES, EACH_ONE, EACH_TWO
@@ -54,6 +55,18 @@ def test_drawn_programs_are_right_or_refused_by_name(seeds):
     assert not defects, "\n".join(defects)
     assert kinds["refused"] <= MOST_REFUSED * len(seeds), kinds
     assert kinds["right"] > len(seeds) / 2, kinds
+
+
+MANY = (112, 127, 139, 255, 259, 76, 222, 281)
+"""Nodes, shares of weight 0, coarse messages, tiers, and checkpoints that 17 ranks leave to 2."""
+
+
+@again_but("112", "127", "139", "255", "259")
+@pytest.mark.parametrize("seed", MANY, ids=str)
+def test_a_program_on_17_to_32_ranks_says_the_same_as_one_process(seed):
+    drawn = draw_many(seed)
+    assert max(leg.world_size for leg in drawn.legs) > FEW_RANKS
+    assert Judge(run_ranks).judge(drawn, compares=seed % 2 == 0) == Verdict("right")
 
 
 MESH_PARTS = [CHOSEN_MESHES[first : first + 6] for first in range(0, len(CHOSEN_MESHES), 6)]

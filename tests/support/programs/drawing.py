@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -176,8 +176,20 @@ def used_sources(text: str) -> list[str]:
 
 def draw(seed: int) -> Drawn:
     """The program of a seed; the same in every process and on every machine."""
+    return drawn_by(seed, draw_world, (30, 1, 1, 2))
+
+
+def draw_many(seed: int) -> Drawn:
+    """A program on more ranks than a message keeps lists of, most with fewer rows than ranks."""
+    return drawn_by(seed, draw_many_ranks, (1, 0, 0, 0))
+
+
+def drawn_by(
+    seed: int, draw_world: Callable[[random.Random], int], weights: Sequence[int]
+) -> Drawn:
+    """`draw_world`: ranks of a leg; `weights`: of what is not training, streamed or split too."""
     r = random.Random(seed)
-    kind = r.choices(("train", "stream", "islands", "tp"), (30, 1, 1, 2))[0]
+    kind = r.choices(("train", "stream", "islands", "tp"), weights)[0]
     kinds = BLOCKS if seed % REDRAWN < POOL else (*BLOCKS, *LATER_BLOCKS)
     chosen = draw_blocks(r, kinds)
     if kind != "train":
@@ -264,6 +276,11 @@ def draw_world(r: random.Random) -> int:
     return r.choices((1, 2, 3, 4), (3, 6, 5, 1))[0]
 
 
+def draw_many_ranks(r: random.Random) -> int:
+    """Mostly above `message_plan.FEW_RANKS`; others follow a checkpoint of many, or come before."""
+    return r.choice((17, 18, 20, 23, 32)) if r.random() < 0.8 else draw_world(r)
+
+
 def draw_blocks(r: random.Random, kinds: Sequence[str]) -> tuple[str, ...]:
     def block(depth: int) -> str:
         if depth < 2 and r.random() < 0.2:
@@ -316,7 +333,7 @@ def draw_options(r: random.Random, world: int) -> dict[str, str]:
         options["precision"] = r.choice(PRECISIONS)
     if (stage or careless) and r.random() < 0.4:
         options["offload"] = r.choice([o for o, least in OFFLOADS if stage >= least or careless])
-    if world == 4 and (stage or careless) and r.random() < 0.7:
+    if world > 3 and world % 2 == 0 and (stage or careless) and r.random() < 0.7:
         options["nodes"] = "2"
     if (stage or careless) and r.random() < 0.25:
         nodes = "nodes" in options

@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import (
 
 import onefold
 
-ROWS, WIDTH = 72, 8  # rows of 1 to 3 micro-batches divide by 1 to 4 ranks
+ROWS, WIDTH = 72, 8
 BATCHES_OF_LEG = 100  # a leg's first batch does not depend on how many the one before took
 BUILDING = threading.RLock()  # ranks that are threads share the generator of random numbers
 
@@ -109,6 +109,11 @@ class Process:
     def num_parts(self) -> int:
         """Parts of a batch: ranks of a tensor parallel group compute the same rows."""
         return self.world_size // self.program.legs[self.leg].options.get("tp", 1)
+
+    @property
+    def rows(self) -> int:
+        """Of a batch: those of 1 to 3 micro-batches divide by the ranks."""
+        return ROWS if self.world_size <= 4 else 6 * self.world_size
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -268,7 +273,7 @@ class Process:
         """The next global batch."""
         self.batches += 1
         generator = torch.Generator().manual_seed(self.batches)
-        return torch.randn(ROWS, WIDTH, generator=generator).to(self.program.dtype)
+        return torch.randn(self.rows, WIDTH, generator=generator).to(self.program.dtype)
 
     def parts(self, batch: Tensor) -> list[Tensor]:
         """What this process computes of a batch: its rank's rows, or those of each rank."""
