@@ -35,7 +35,11 @@ SHARE_NBYTES = 2 << 20
 each message. On 2 cores a step of 3 M parameters takes 3-7 % less of 2 ranks, 8-14 % less of 4."""
 
 FEW_RANKS = 16
-"""Messages of more ranks have chunks of one size; those of fewer have no padding."""
+"""Messages of more ranks have chunks of one size; those of fewer have no padding.
+
+On gloo and 2 cores, with rows that do not divide, chunks of one size take 0.93-1.32 of the time at
+3 to 8 ranks, 1.00-1.09 at 12 and 0.95-0.98 at 16 (benchmarks/few_ranks.py).
+"""
 
 ALIGN_NBYTES = 16
 """Parts of a quantized message start at multiples of it: a codec reads them as wider numbers."""
