@@ -144,9 +144,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--mesh", action="store_true", help="pipeline, data, sequence, tensor ranks"
     )
-    parser.add_argument(
-        "--many", action="store_true", help="more ranks than most tensors have rows"
-    )
+    parser.add_argument("--many", action="store_true", help="more ranks than rows, mostly")
     parser.add_argument("--record", default="", help="name of a file in results")
     return parser.parse_args()
 

@@ -75,10 +75,8 @@ def _held_pages(fd: int, nbytes: int) -> int:
 @pytest.mark.parametrize("is_cached", [False, True])
 def test_checksums_are_those_of_zlib_block_by_block(is_cached, tmp_path):
     """zlib-ng computes them: another program that verifies a checkpoint may use either."""
-    text, writer = (
-        os.urandom(2 * BLOCK_NBYTES + 99),
-        BlockWriter(tmp_path / "f", is_cached=is_cached),
-    )
+    text = os.urandom(2 * BLOCK_NBYTES + 99)
+    writer = BlockWriter(tmp_path / "file", is_cached=is_cached)
     writer.write_head(text[:7])
     for start in range(7, len(text), 300_001):
         writer.write_checked(text[start : start + 300_001])

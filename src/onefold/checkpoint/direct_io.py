@@ -13,6 +13,8 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
+import numpy
+
 from onefold.tier.disk import set_direct
 
 WRITE_CHUNK_NBYTES, NUM_WRITE_CHUNKS = 4 << 20, 3
@@ -117,11 +119,11 @@ class PageCache:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._mapped = b""
-        with suppress(OSError, ValueError):  # a file system without mappings; an empty file
-            self._mapped = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)  # no page of it is touched
-            self._first = ctypes.c_char.from_buffer(self._mapped)
+        self._mapped = numpy.empty(0, numpy.uint8)  # no page of it is touched
+        # a system without mincore; a file system without mappings; an empty file
+        with suppress(AttributeError, OSError, TypeError, ValueError):
             self._mincore = ctypes.CDLL(None).mincore
+            self._mapped = numpy.frombuffer(mmap.mmap(fd, 0, prot=mmap.PROT_READ), numpy.uint8)
 
     def read_held(self, view: memoryview, offset: int) -> int:
         """Fill `view` from `offset`, a page's start, up to a page that is not held; bytes read."""
@@ -137,7 +139,7 @@ class PageCache:
         if nbytes <= 0:
             return 0
         pages = ctypes.create_string_buffer(-(-nbytes // mmap.PAGESIZE))
-        start = ctypes.c_void_p(ctypes.addressof(self._first) + offset)
+        start = ctypes.c_void_p(self._mapped.ctypes.data + offset)
         if self._mincore(start, ctypes.c_size_t(nbytes), pages):
             return 0
         held = len(pages.raw) - len(pages.raw.lstrip(b"\1"))
