@@ -329,6 +329,20 @@ def test_ranks_of_a_host_share_its_memory_and_its_bytes_a_second(options, nbytes
     assert seconds[8] >= own * nbytes / (1e7 / 8)
 
 
+def test_a_rank_alone_has_the_memory_of_one_numa_node():
+    rate = 1e7 / HOST_SHARE
+    one = replace(MACHINE, cpu_rate=1e15, host_rate=1e15, host_memory_rate=rate)
+    two = replace(one, numa_nodes=2)
+
+    def seconds(machine, ranks):
+        chosen = way(3, 64, local_world_size=ranks, parameters="cpu")
+        return timed(work_of(), chosen, machine).seconds
+
+    assert seconds(two, 1) == pytest.approx(2 * seconds(one, 1), rel=0.1)
+    assert seconds(two, 2) == seconds(one, 2)
+    assert seconds(two, 8) == seconds(one, 8)
+
+
 def test_one_rank_of_a_host_has_the_cores_of_all():
     machine = replace(MACHINE, cpu_rate=1e7)
     alone, full = (

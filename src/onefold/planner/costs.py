@@ -180,8 +180,11 @@ class HostRates:
 
     @staticmethod
     def shared_by(machine: Machine, ranks: int) -> HostRates:
-        """Divide the cores of a host and the bandwidth of its memory among `ranks`."""
-        memory = machine.host_memory_rate * HOST_SHARE / ranks
+        """Divide the cores of a host and the bandwidth of its memory among `ranks`.
+
+        Ranks fewer than NUMA nodes have one each: Linux gives a process memory where it runs.
+        """
+        memory = machine.host_memory_rate * HOST_SHARE / max(ranks, machine.numa_nodes)
         cores = machine.cpu_rate * machine.ranks_per_node / ranks
         return HostRates(min(machine.host_rate, memory), cores, memory)
 

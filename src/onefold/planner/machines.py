@@ -54,6 +54,7 @@ class Machine:
     host_rate: one direction between device and host.
     cpu_rate, disk_rate: a rank's share of what all cores read and write, and of the disks.
     host_memory_rate: peak of a node's memory, which all its ranks share.
+    numa_nodes: parts of that memory, each beside its own cores; the memory of a rank lies in one.
     kernel_seconds: host time of one kernel launch, which hides behind the kernel before.
     operation_seconds: host time of an operation of a model, with its modules and autograd.
     call_seconds: host time of one of Onefold's own Python calls. Both were measured on the host of
@@ -74,6 +75,7 @@ class Machine:
     host_rate: float = 25e9
     cpu_rate: float = 20e9
     host_memory_rate: float = 410e9
+    numa_nodes: int = 1
     disk_rate: float = 2e9
     kernel_seconds: float = 5e-6
     operation_seconds: float = 43e-6
@@ -130,6 +132,7 @@ def _is_number(value: Any) -> bool:
 
 _RATE = ("a number above 0", lambda value: _is_number(value) and value > 0)
 _SECONDS = ("a number of at least 0", _is_number)
+_COUNT = ("a whole number above 0", lambda value: type(value) is int and value > 0)
 _TEXT = ("a text", lambda value: isinstance(value, str))
 _FIELDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "like": _TEXT,
@@ -140,7 +143,7 @@ _FIELDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("host_rate", "cpu_rate", "host_memory_rate", "disk_rate"), _RATE),
     **dict.fromkeys(("inside_latency", "outside_latency", "kernel_seconds", "spread"), _SECONDS),
     **dict.fromkeys(("operation_seconds", "call_seconds"), _SECONDS),
-    "ranks_per_node": ("a whole number above 0", lambda value: type(value) is int and value > 0),
+    **dict.fromkeys(("ranks_per_node", "numa_nodes"), _COUNT),
     "fit": (f"one of {', '.join(map(repr, FITS))}", lambda value: value in [*FITS]),
 }
 """What the value of each field has to be, in words and as a check."""
