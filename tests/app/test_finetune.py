@@ -21,6 +21,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -30,6 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import onefold
 from onefold import Precision
+from onefold.adapters.hf.saving import WholeWeights
 from onefold.app.cli.arguments import Parser
 from onefold.app.cli.config_file import COPY
 from onefold.app.cli.finetune import add_to, job_of
@@ -46,6 +48,7 @@ from onefold.wire.world import World
 from tests.support.commands import begin, torchrun
 from tests.support.commands import onefold as command
 from tests.support.fresh import run_scripts
+from tests.support.ranks import run_processes
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -607,6 +610,28 @@ def test_rows_of_each_kind_train_at_the_losses_of_plain_trl(work, data, flags, o
     wanted = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(wanted) == 3
     assert found.losses == pytest.approx(wanted, rel=1e-6)
+
+
+def _tune_all_weights(rank: int, work: str) -> None:
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    os.environ.update({name: str(value) for name, value in names.items()})
+    job = job_of(
+        parsed("--model", f"{work}/model", "--data", f"{work}/text.jsonl", "--out", f"{work}/tuned",
+               "--steps", "1", "--held-out", "0", *SMALL)
+    )  # fmt: skip
+    world = World(Group.from_handle(dist.group.WORLD), torch.device("cpu"))
+    with mock.patch.object(WholeWeights, "bring") as bring:
+        finetune(job, preflight(job), world, FinetuneObserver())
+    assert not bring.called, "whole weights were brought to rank 0"
+
+
+@pytest.mark.process
+def test_a_run_without_checkpoints_brings_whole_weights_to_no_rank(work):
+    run_processes(2, _tune_all_weights, str(work))
+    saved = transformers.AutoModelForCausalLM.from_pretrained(work / "tuned")
+    source = transformers.AutoModelForCausalLM.from_pretrained(work / "model")
+    pairs = zip(saved.parameters(), source.parameters(), strict=True)
+    assert any(not torch.equal(new, old) for new, old in pairs)
 
 
 @pytest.mark.process
