@@ -25,11 +25,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import onefold
 from onefold import CheckpointError
 from onefold.checkpoint.directory import find
 from onefold.checkpoint.source import open_source
+from onefold.checkpoint.targets import Targets
 from onefold.engine.registry import engine_of
 from onefold.foreign import PEERS
 from onefold.foreign.dcp_export import export_dcp
@@ -614,6 +616,33 @@ def test_loading_needs_no_second_copy_of_the_moments(tmp_path):
     run.train(BATCHES[1:2])
     for p, entry in run.optimizer.state.items():
         assert getattr(entry["exp_avg"], "_local_tensor", entry["exp_avg"]).data_ptr() == before[p]
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adagrad", "Muon"])
+def test_old_states_are_freed_before_new_ones_take_memory(tmp_path, monkeypatch, kind):
+    module = seeded(lambda: nn.Sequential(nn.Linear(6, 10, bias=False), nn.Linear(10, 5, False)))
+    optimizer = getattr(torch.optim, kind)(module.parameters(), lr=1e-2)
+    onefold.shard(module, optimizer, stage=3)
+    for _ in range(2):
+        module(torch.ones(4, 6)).square().mean().backward()
+        optimizer.step()
+    onefold.save(tmp_path / "a", module, optimizer)
+    values = [v for entry in optimizer.state.values() for v in entry.values()]
+    locals_ = [getattr(v, "_local_tensor", v) for v in values if isinstance(v, Tensor) and v.ndim]
+    old = [StorageWeakRef(tensor.untyped_storage()) for tensor in locals_]
+    assert old
+    del values, locals_
+    alive = list[bool]()
+    read = Targets._state_target
+
+    def note(*args: Any) -> Any:
+        alive.extend(not storage.expired() for storage in old)
+        return read(*args)
+
+    monkeypatch.setattr(Targets, "_state_target", note)
+    onefold.load(tmp_path / "a", module, optimizer)
+    assert alive
+    assert not any(alive)
 
 
 def accumulate(run: Run, micro_batches: list[Tensor], *, ends: bool) -> None:

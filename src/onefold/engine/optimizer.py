@@ -171,7 +171,7 @@ class OptimizerBinding:
     def forget(self, optimizer: Optimizer) -> None:
         """Free the optimizer's state of sharded parameters, before other state is read."""
         self._strategy.forget()
-        self._shown, self._group_of = {}, None
+        self._shown, self._counted, self._group_of = {}, [], None
         for tensor in [tensor for tensor in optimizer.state if self.parameter(tensor) is not None]:
             del optimizer.state[tensor]
 
