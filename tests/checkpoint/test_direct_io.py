@@ -5,10 +5,13 @@ from __future__ import annotations
 import mmap
 import os
 import zlib
+from itertools import pairwise
 
 import pytest
 
-from onefold.checkpoint.checked_files import BLOCK_NBYTES, BlockWriter
+from onefold.checkpoint import direct_io
+from onefold.checkpoint.agreement import Damaged
+from onefold.checkpoint.checked_files import BLOCK_NBYTES, BlockReader, BlockWriter
 from onefold.checkpoint.direct_io import READ_CHUNK_NBYTES, PageCache, ReadAhead
 
 PAGE = mmap.PAGESIZE
@@ -21,33 +24,52 @@ def drop(fd, start, nbytes):
 
 
 @pytest.mark.parametrize("tail", [0, 1, PAGE, 5 * PAGE + 17])
-@pytest.mark.parametrize("kept", ["nothing", "everything", "beginnings", "ends"])
-def test_chunks_are_right_whatever_the_page_cache_holds(kept, tail, tmp_path, monkeypatch):
-    read, from_cache = PageCache.read_held, []
+@pytest.mark.parametrize("kept", ["nothing", "everything", "beginnings", "ends", "one chunk"])
+def test_bytes_are_right_whatever_the_page_cache_holds(kept, tail, tmp_path, monkeypatch):
+    read, past_cache = direct_io._read_chunk, []
 
-    def noted(cache, view, offset):
-        from_cache.append(read(cache, view, offset))
-        return from_cache[-1]
+    def noted(fd, room, offset):
+        past_cache.append(offset // READ_CHUNK_NBYTES)
+        return read(fd, room, offset)
 
-    monkeypatch.setattr(PageCache, "read_held", noted)
+    monkeypatch.setattr(direct_io, "_read_chunk", noted)
     path, text = tmp_path / "file", os.urandom(3 * READ_CHUNK_NBYTES + tail)
-    path.write_bytes(text)
+    writer = BlockWriter(path, is_cached=True)
+    writer.write_checked(text)
+    record = writer.seal()
     fd = os.open(path, os.O_RDWR)
     for start in range(0, len(text), READ_CHUNK_NBYTES):
         here = {
             "nothing": (start, READ_CHUNK_NBYTES), "everything": None,
             "beginnings": (start + 3 * PAGE, READ_CHUNK_NBYTES - 3 * PAGE),
             "ends": (start, 3 * PAGE),
+            "one chunk": None if start == READ_CHUNK_NBYTES else (start, READ_CHUNK_NBYTES),
         }[kept]  # fmt: skip
         if here is not None:
             drop(fd, *here)
-    chunks = [*range(-(-len(text) // READ_CHUNK_NBYTES))]
-    ahead = ReadAhead(os.open(path, os.O_RDONLY), fd, chunks)
-    assert b"".join(bytes(ahead.get(chunk) or b"") for chunk in chunks) == text
-    ahead.close()
+    held = [PageCache(fd).holds(chunk * READ_CHUNK_NBYTES, READ_CHUNK_NBYTES) for chunk in range(4)]
+    parts = [0, 7, BLOCK_NBYTES + 7, 2 * BLOCK_NBYTES, 5 * BLOCK_NBYTES + 99, len(text)]
+    with BlockReader(path, record, [(0, len(text))]) as reader:
+        for start, stop in pairwise(parts):
+            assert reader.read_checked(start, stop - start) == text[start:stop]
     os.close(fd)
-    if kept == "everything" and from_cache[0]:  # a file system that can tell
-        assert sum(from_cache) == len(text) - tail % PAGE
+    chunks = range(-(-len(text) // READ_CHUNK_NBYTES))
+    assert sorted(past_cache) == [chunk for chunk in chunks if not held[chunk]]
+
+
+@pytest.mark.parametrize("begins", [0, 7])
+def test_damage_is_found_in_blocks_that_are_read_to_where_they_go(begins, tmp_path):
+    text = os.urandom(3 * READ_CHUNK_NBYTES)
+    writer = BlockWriter(tmp_path / "file", is_cached=True)
+    writer.write_checked(text)
+    record = writer.seal()
+    with (tmp_path / "file").open("r+b") as file:
+        file.seek(3 * BLOCK_NBYTES + 5)
+        file.write(bytes([text[3 * BLOCK_NBYTES + 5] ^ 1]))
+    with BlockReader(tmp_path / "file", record, [(begins, len(text))]) as reader:
+        assert reader.read_checked(begins, BLOCK_NBYTES) == text[begins : begins + BLOCK_NBYTES]
+        with pytest.raises(Damaged, match=f"other bytes between {3 * BLOCK_NBYTES} and"):
+            reader.read_checked(begins, len(text) - begins)
 
 
 def test_a_file_that_the_page_cache_does_not_hold_is_read_past_it(tmp_path):
@@ -55,11 +77,11 @@ def test_a_file_that_the_page_cache_does_not_hold_is_read_past_it(tmp_path):
     path, nbytes = tmp_path / "file", 4 * READ_CHUNK_NBYTES
     path.write_bytes(os.urandom(nbytes))
     fd = os.open(path, os.O_RDWR)
-    assert PageCache(fd).held_nbytes(0, nbytes) == nbytes
+    assert PageCache(fd).holds(0, nbytes)
     drop(fd, 0, nbytes)
     if _held_pages(fd, nbytes):
         pytest.skip("a file system in memory")
-    ahead = ReadAhead(os.open(path, os.O_RDONLY), fd, [0, 1, 2, 3])
+    ahead = ReadAhead(os.open(path, os.O_RDONLY), [0, 1, 2, 3])
     assert all(len(ahead.get(chunk) or b"") == READ_CHUNK_NBYTES for chunk in range(4))
     ahead.close()
     held = _held_pages(fd, nbytes)
@@ -69,7 +91,7 @@ def test_a_file_that_the_page_cache_does_not_hold_is_read_past_it(tmp_path):
 
 def _held_pages(fd: int, nbytes: int) -> int:
     cache = PageCache(fd)
-    return sum(cache.held_nbytes(start, PAGE) > 0 for start in range(0, nbytes, PAGE))
+    return sum(cache.holds(start, PAGE) for start in range(0, nbytes, PAGE))
 
 
 @pytest.mark.parametrize("is_cached", [False, True])

@@ -10,7 +10,8 @@ import errno
 import os
 import stat
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -128,7 +129,7 @@ class BlockReader:
         self._verified_blocks: OrderedDict[int, memoryview] = OrderedDict()  # the last ones read
         chunks = _chunks_of(announced)
         # reads ahead through a descriptor of its own: O_DIRECT is a descriptor's flag
-        self._ahead = ReadAhead(open_regular(path), self._fd, chunks) if len(chunks) > 1 else None
+        self._ahead = ReadAhead(open_regular(path), chunks) if len(chunks) > 1 else None
 
     def __enter__(self) -> BlockReader:
         return self
@@ -145,12 +146,14 @@ class BlockReader:
         return data
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        """Fill `view` from byte `offset`."""
+        """Fill `view` from byte `offset`. Where bytes are damaged it has some of them."""
         done = 0
         while done < len(view):
             index, skip = divmod(offset + done, BLOCK_NBYTES)
             piece = min(self._length(index) - skip, len(view) - done)
-            view[done : done + piece] = self._verified(index)[skip : skip + piece]
+            target = view[done : done + piece]
+            if piece < self._length(index) or not self._read_whole(index, target):
+                target[:] = self._verified(index)[skip : skip + piece]
             done += piece
 
     def read_head(self) -> bytes:
@@ -176,20 +179,40 @@ class BlockReader:
         block = self._verified_blocks.get(index)
         if block is not None:
             return block
-        try:
+        with self._reading():
             block = self._from_ahead(index)
             if block is None:
-                block = self._from_file(index)
+                while len(self._verified_blocks) >= CACHED_BLOCKS:
+                    self._verified_blocks.popitem(last=False)
+                block = memoryview(bytearray(self._length(index)))
+                self._fill(block, index)
+        self._check(block, index)
+        self._verified_blocks[index] = block
+        return block
+
+    def _read_whole(self, index: int, target: memoryview) -> bool:
+        """Read a block to where it goes, without a copy between; False if one is here already."""
+        with self._reading():
+            if index in self._verified_blocks or self._from_ahead(index) is not None:
+                return False
+            self._fill(target, index)
+        self._check(target, index)
+        return True
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             got = f"{type(error).__name__}: {error.strerror}"
             raise damage(f"{_in_checkpoint(self._path)} to be readable", got) from error
+
+    def _check(self, block: memoryview, index: int) -> None:
         wanted = self._record.blocks[8 * index : 8 * index + 8]
         if self._record.blocks and f"{crc32(block):08x}" != wanted:
             start = index * BLOCK_NBYTES
             got = f"other bytes between {start} and {start + len(block)}"
             raise damage(f"{_in_checkpoint(self._path)} as it was saved", got)
-        self._verified_blocks[index] = block
-        return block
 
     def _from_ahead(self, index: int) -> memoryview | None:
         """Return a block of a chunk that was read ahead. Older chunks are overwritten."""
@@ -202,10 +225,8 @@ class BlockReader:
             return None
         return chunk[skip : skip + self._length(index)]
 
-    def _from_file(self, index: int) -> memoryview:
-        while len(self._verified_blocks) >= CACHED_BLOCKS:
-            self._verified_blocks.popitem(last=False)
-        block = memoryview(bytearray(self._length(index)))
+    def _fill(self, block: memoryview, index: int) -> None:
+        """Read a block through the page cache."""
         done = 0
         while done < len(block):
             offset = index * BLOCK_NBYTES + done
@@ -213,7 +234,6 @@ class BlockReader:
             if got == 0:
                 raise damage(f"{_in_checkpoint(self._path)} to be longer", f"{offset} bytes")
             done += got
-        return block
 
 
 def _chunks_of(ranges: Iterable[tuple[int, int]]) -> list[int]:

@@ -110,7 +110,7 @@ def _write_all(fd: int, view: memoryview) -> None:
 
 
 class PageCache:
-    """Reads what the system's page cache holds of a file. It does not own `fd`.
+    """Tells which parts of a file the system's page cache holds. It does not own `fd`.
 
     The kernel tells it of pages that are mapped (mincore). A read that may not wait (RWF_NOWAIT)
     tells it, too, but begins to read into the cache what is read past it next: on Linux 6.18, files
@@ -118,44 +118,35 @@ class PageCache:
     """
 
     def __init__(self, fd: int) -> None:
-        self._fd = fd
         self._mapped = numpy.empty(0, numpy.uint8)  # no page of it is touched
         # a system without mincore; a file system without mappings; an empty file
         with suppress(AttributeError, OSError, TypeError, ValueError):
             self._mincore = ctypes.CDLL(None).mincore
             self._mapped = numpy.frombuffer(mmap.mmap(fd, 0, prot=mmap.PROT_READ), numpy.uint8)
 
-    def read_held(self, view: memoryview, offset: int) -> int:
-        """Fill `view` from `offset`, a page's start, up to a page that is not held; bytes read."""
-        nbytes = self.held_nbytes(offset, min(len(view), len(self._mapped) - offset))
-        got = os.preadv(self._fd, [view[:nbytes]], offset) if nbytes else 0
-        return got - got % mmap.PAGESIZE
+    def holds(self, offset: int, nbytes: int) -> bool:
+        """True if it holds all of `nbytes` from `offset`, a page's start, that the file has.
 
-    def held_nbytes(self, offset: int, nbytes: int) -> int:
-        """How many of `nbytes` from `offset` lie in pages that the cache holds, one after another.
-
-        0 where nothing tells it. Pages of a file of another user count as held: reads wait then.
+        False where nothing tells it. Pages of a file of another user count as held.
         """
+        nbytes = min(nbytes, len(self._mapped) - offset)
         if nbytes <= 0:
-            return 0
+            return False
         pages = ctypes.create_string_buffer(-(-nbytes // mmap.PAGESIZE))
         start = ctypes.c_void_p(self._mapped.ctypes.data + offset)
-        if self._mincore(start, ctypes.c_size_t(nbytes), pages):
-            return 0
-        held = len(pages.raw) - len(pages.raw.lstrip(b"\1"))
-        return min(nbytes, held * mmap.PAGESIZE)
+        failed = self._mincore(start, ctypes.c_size_t(nbytes), pages)
+        return not failed and not pages.raw.strip(b"\1")
 
 
 class ReadAhead:
-    """Read chunks of a file before they are needed. Owns and closes `fd`.
+    """Read chunks of a file before they are needed, but those in the page cache. Owns `fd`.
 
-    `cached`: another descriptor of the file, which reads what the page cache holds. `chunks` are
-    the numbers of chunks of READ_CHUNK_NBYTES, ascending.
+    `chunks` are the numbers of chunks of READ_CHUNK_NBYTES, ascending.
     """
 
-    def __init__(self, fd: int, cached: int, chunks: list[int]) -> None:
+    def __init__(self, fd: int, chunks: list[int]) -> None:
         self._fd = fd
-        self._cache = PageCache(cached)
+        self._cache = PageCache(fd)
         self._wanted = deque(chunks)
         self._ready: deque[tuple[int, Future[int], mmap.mmap]] = deque()
         self._free = deque(
@@ -166,7 +157,7 @@ class ReadAhead:
         self._submit()
 
     def get(self, chunk: int) -> memoryview | None:
-        """Return the chunk, valid until the next call. None if it was not announced, or is past."""
+        """Return the chunk, valid until the next call; None if it is not read ahead, or is past."""
         while self._ready and self._ready[0][0] < chunk:
             _, future, room = self._ready.popleft()
             future.result()
@@ -179,20 +170,21 @@ class ReadAhead:
 
     def _submit(self) -> None:
         while self._wanted and self._free:
-            chunk, room = self._wanted.popleft(), self._free.popleft()
+            chunk = self._wanted.popleft()
             offset = chunk * READ_CHUNK_NBYTES
-            future = self._pool.submit(_read_chunk, self._fd, self._cache, room, offset)
-            self._ready.append((chunk, future, room))
+            if not self._cache.holds(offset, READ_CHUNK_NBYTES):
+                room = self._free.popleft()
+                future = self._pool.submit(_read_chunk, self._fd, room, offset)
+                self._ready.append((chunk, future, room))
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
         os.close(self._fd)
 
 
-def _read_chunk(fd: int, cache: PageCache, room: mmap.mmap, offset: int) -> int:
+def _read_chunk(fd: int, room: mmap.mmap, offset: int) -> int:
     """Fill `room` from `offset` and return the number of bytes: fewer only at the file's end."""
-    view = memoryview(room)
-    done = cache.read_held(view, offset)
+    view, done = memoryview(room), 0
     while done < len(view):
         got = os.preadv(fd, [view[done:]], offset + done)
         done += got
