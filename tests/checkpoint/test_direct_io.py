@@ -33,7 +33,7 @@ def test_bytes_are_right_whatever_the_page_cache_holds(kept, tail, tmp_path, mon
         return read(fd, room, offset)
 
     monkeypatch.setattr(direct_io, "_read_chunk", noted)
-    path, text = tmp_path / "file", os.urandom(3 * READ_CHUNK_NBYTES + tail)
+    path, text = tmp_path / "file", os.urandom(6 * READ_CHUNK_NBYTES + tail)
     writer = BlockWriter(path, is_cached=True)
     writer.write_checked(text)
     record = writer.seal()
@@ -47,7 +47,7 @@ def test_bytes_are_right_whatever_the_page_cache_holds(kept, tail, tmp_path, mon
         }[kept]  # fmt: skip
         if here is not None:
             drop(fd, *here)
-    held = [PageCache(fd).holds(chunk * READ_CHUNK_NBYTES, READ_CHUNK_NBYTES) for chunk in range(4)]
+    held = [PageCache(fd).holds(chunk * READ_CHUNK_NBYTES, READ_CHUNK_NBYTES) for chunk in range(7)]
     parts = [0, 7, BLOCK_NBYTES + 7, 2 * BLOCK_NBYTES, 5 * BLOCK_NBYTES + 99, len(text)]
     with BlockReader(path, record, [(0, len(text))]) as reader:
         for start, stop in pairwise(parts):
@@ -59,7 +59,7 @@ def test_bytes_are_right_whatever_the_page_cache_holds(kept, tail, tmp_path, mon
 
 @pytest.mark.parametrize("begins", [0, 7])
 def test_damage_is_found_in_blocks_that_are_read_to_where_they_go(begins, tmp_path):
-    text = os.urandom(3 * READ_CHUNK_NBYTES)
+    text = os.urandom(6 * BLOCK_NBYTES)
     writer = BlockWriter(tmp_path / "file", is_cached=True)
     writer.write_checked(text)
     record = writer.seal()
@@ -70,6 +70,8 @@ def test_damage_is_found_in_blocks_that_are_read_to_where_they_go(begins, tmp_pa
         assert reader.read_checked(begins, BLOCK_NBYTES) == text[begins : begins + BLOCK_NBYTES]
         with pytest.raises(Damaged, match=f"other bytes between {3 * BLOCK_NBYTES} and"):
             reader.read_checked(begins, len(text) - begins)
+        with pytest.raises(Damaged, match=f"to have {len(text)} bytes, got a read of 9 bytes"):
+            reader.read_checked(len(text) - 8, 9)
 
 
 def test_a_file_that_the_page_cache_does_not_hold_is_read_past_it(tmp_path):

@@ -147,6 +147,9 @@ class BlockReader:
 
     def read_into(self, offset: int, view: memoryview) -> None:
         """Fill `view` from byte `offset`. Where bytes are damaged it has some of them."""
+        if offset + len(view) > self.nbytes:
+            got = f"a read of {len(view)} bytes from {offset}"
+            raise damage(f"{_in_checkpoint(self._path)} to have {self.nbytes} bytes", got)
         done = 0
         while done < len(view):
             index, skip = divmod(offset + done, BLOCK_NBYTES)
