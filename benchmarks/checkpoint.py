@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from contest.case import Case, batches, touch_libraries
 from contest.engines import deepspeed, ordinary_step
-from contest.keeping import DISK, HEAD, OURS, cached, rows
+from contest.keeping import DISK, HEAD, OURS, rows
 from contest.results import RESULTS, provenance, rounded
 from contest.summary import Round
 from contest.world import Memory, one_round, run_ranks
@@ -235,7 +235,6 @@ def show(console: Console, rounds: list[Round]) -> None:
     for row in rows(rounds):
         table.add_row(*row)
     console.print(table)
-    console.print(cached(rounds))
 
 
 def main() -> int:

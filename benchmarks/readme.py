@@ -194,6 +194,7 @@ def checkpoint_table() -> list[str]:
         f"({len(rounds)} rounds, {result['date']}, commit {result['commit']}).",
         "",
         "- *durable*: until the disk has every byte. *async*: until `save(wait=False)` returns.",
+        "- *load*: with nothing in the page cache. *cached*: with everything there.",
         "- *MB*: memory above the state that is held anyway.",
         "- */ disk*: against a plain O_DIRECT copy in the same round.",
         "",

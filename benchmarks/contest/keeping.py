@@ -8,7 +8,10 @@ from contest.summary import Round, Spread
 
 DISK = "the disk"
 OURS = "onefold 3"
-SECONDS = {"saved": "save s", "durable": "durable s", "copied": "async s", "loaded": "load s"}
+SECONDS = {
+    "saved": "save s", "durable": "durable s", "copied": "async s", "loaded": "load s",
+    "warm": "cached s",
+}  # fmt: skip
 MEMORY = {"save_extra": "save MB", "load_extra": "load MB"}
 SPEEDS = {"durable": "write / disk", "loaded": "read / disk"}
 HEAD = ["", *SECONDS.values(), *MEMORY.values(), "write GB/s", "read GB/s", *SPEEDS.values()]
@@ -18,13 +21,6 @@ def rows(rounds: list[Round]) -> list[list[str]]:
     """A row for each library and the disk: medians over rounds of the slowest, or largest, rank."""
     names = dict.fromkeys(name for found in rounds for name in found)
     return [_row(rounds, name) for name in sorted(names, key=lambda n: (n != DISK, n != OURS, n))]
-
-
-def cached(rounds: list[Round]) -> str:
-    """Seconds to load what the system's page cache holds: medians, with the range."""
-    names = dict.fromkeys(name for found in rounds for name in found if name != DISK)
-    found = {name: [_of(one, name, "warm") for one in rounds if name in one] for name in names}
-    return "load s, cached: " + "   ".join(f"{name} {Spread.of(s)}" for name, s in found.items())
 
 
 def _row(rounds: list[Round], name: str) -> list[str]:

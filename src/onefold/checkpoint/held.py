@@ -30,6 +30,7 @@ from onefold.checkpoint.typed_keys import as_words
 from onefold.engine.optimizer_state import common_state
 from onefold.engine.own_state import added_state, shared_groups
 from onefold.errors import CheckpointError
+from onefold.unit.cut_dtensor import offsets_of
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.unit import unit_of
 
@@ -191,11 +192,9 @@ def _claimed(path: Keys, value: Any, inside: OwnTensors) -> Iterator[Held]:
     """Yield a value, if this rank has a part of it, that any rank with the same part may write."""
     held = _whole_value(path, value, inside)
     if isinstance(value, DTensor):
-        chunks = value.__create_chunk_list__()  # type: ignore[attr-defined]
         if not held.value.numel() and prod(value.shape):
             return
-        offsets = tuple(chunks[0].offsets) if chunks else held.offsets
-        held = replace(held, offsets=offsets, shape=tuple(value.shape))
+        held = replace(held, offsets=offsets_of(value), shape=tuple(value.shape))
     yield replace(held, writes=None)
 
 

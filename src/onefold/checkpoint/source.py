@@ -46,6 +46,7 @@ from onefold.checkpoint.safetensors import bytes_of
 from onefold.checkpoint.tagged import untagged
 from onefold.errors import CheckpointError, listed
 from onefold.layout.cut import Box
+from onefold.unit.cut_dtensor import offsets_of
 
 MOST_EXTRA = 1 << 20
 """Elements of a tensor that comes back as a part of `extra`."""
@@ -181,9 +182,7 @@ def _parts_of_tensor(name: str, saved: SavedTensor, value: Tensor) -> Iterator[_
     if not isinstance(value, DTensor):
         shape = value.shape
     else:  # whose own methods would ask who waits for it
-        own, shape = value._local_tensor, value._spec.shape
-        chunks = value.__create_chunk_list__()  # type: ignore[attr-defined]
-        offsets = tuple(chunks[0].offsets) if chunks else offsets
+        own, shape, offsets = value._local_tensor, value._spec.shape, offsets_of(value)
     if saved.shape != tuple(shape):
         got, hint = list(saved.shape), "the checkpoint is of another module"
         raise CheckpointError(f"{name!r} of shape {list(shape)}", got, hint=hint)

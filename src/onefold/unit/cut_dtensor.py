@@ -15,18 +15,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from onefold.errors import StateError
 from onefold.layout.model_axes import dtensor_of
 from onefold.layout.ranges import Ranges
 from onefold.wire.collectives import Group
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 
 class WeightedMesh(DeviceMesh):
@@ -115,11 +118,27 @@ def _gathered_by_axis(shown: DTensor) -> Tensor:
 # unequal shares
 
 
+def offsets_of(shown: DTensor) -> tuple[int, ...]:
+    """Where this rank's piece begins in the tensor, by dimension.
+
+    Raises `StateError` for a partial sum, which is no piece.
+    """
+    spec = shown._spec
+    if is_weighted(shown):
+        dim, start, _, _ = _own_range(shown)
+        return tuple(start if axis == dim else 0 for axis in range(shown.dim()))
+    if any(placement.is_partial() for placement in spec.placements):
+        hint = "redistribute it to Replicate() or Shard() first"
+        raise StateError("a DTensor whose ranks hold its values", str(spec.placements), hint=hint)
+    return tuple(compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)[1])
+
+
 def box_of(shown: DTensor) -> ChunkStorageMetadata:
     """The box of this rank's piece, as `torch.distributed.checkpoint` lists it."""
-    dim, start, _, _ = _own_range(shown)
-    offsets = [start if axis == dim else 0 for axis in range(shown.dim())]
-    return ChunkStorageMetadata(torch.Size(offsets), shown._local_tensor.shape)
+    # whoever asks has imported it; with it come 160 modules, which a run does not need
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    return ChunkStorageMetadata(torch.Size(offsets_of(shown)), shown._local_tensor.shape)
 
 
 def own_view(shown: DTensor, full: Tensor) -> Tensor:
@@ -133,6 +152,8 @@ def write_items(shown: DTensor, fqn: str, items: list[Any]) -> list[Any]:
 
     No items for an empty piece: torch would take it for a copy of the piece that starts there.
     """
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
     if not shown._local_tensor.numel() and shown.numel():
         return []
     chunk = box_of(shown)

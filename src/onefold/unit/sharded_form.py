@@ -20,6 +20,7 @@ from onefold.layout.model_axes import ModelCut, dtensor_of
 from onefold.layout.rows import Slot
 from onefold.unit import dtensors, logical, shown_grads, whole
 from onefold.unit.context import UnitSpec
+from onefold.unit.cut_dtensor import offsets_of
 from onefold.unit.decoded import DecodedWeight
 
 OURS = {"_is_param", "_label", "_onefold_owner", "_why", "full_tensor", "to_local"}
@@ -58,8 +59,7 @@ class ShardedForm:
         """Offsets and sizes of this rank's piece in the parameter over all axes."""
         if self.model is None or self._template is None:
             return self.slot.cut.box(self.spec.context.rest_rank)
-        (chunk,) = self.wrap(self.local).__create_chunk_list__()  # type: ignore[attr-defined]
-        return tuple(chunk.offsets), tuple(chunk.sizes)
+        return offsets_of(self._template), tuple(self.local.shape)
 
     def is_writer(self, number: int) -> bool:
         """True if this rank writes its piece to a file; ranks that hold the same piece take turns.
