@@ -25,10 +25,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import onefold
-from onefold import CheckpointError
+from onefold import CheckpointError, StateError
 from onefold.checkpoint.directory import find
 from onefold.checkpoint.source import open_source
 from onefold.checkpoint.targets import Targets
@@ -643,6 +645,28 @@ def test_old_states_are_freed_before_new_ones_take_memory(tmp_path, monkeypatch,
     onefold.load(tmp_path / "a", module, optimizer)
     assert alive
     assert not any(alive)
+
+
+def test_a_partial_sum_among_the_values_of_a_group_is_refused_and_pieces_come_back(tmp_path):
+    """torch computes where a piece begins, and refuses a partial sum, only where it saves."""
+
+    def body(rank: int) -> list[Tensor]:
+        module = seeded(lambda: nn.Linear(3, 2))
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        onefold.shard(module, optimizer, stage=3)
+        mesh, group = DeviceMesh("cpu", [0, 1]), optimizer.param_groups[0]
+        own = torch.arange(3 - rank) + 3 * rank  # 3 rows on rank 0, 2 on rank 1
+        group["scales"] = DTensor.from_local(own, mesh, [Shard(0)], shape=(5,), stride=(1,))
+        onefold.save(tmp_path / "a", module, optimizer)
+        group["scales"] = DTensor.from_local(own[:2], mesh, [Partial()])
+        with pytest.raises(StateError, match="ranks hold its values, got .*Partial"):
+            onefold.save(tmp_path / "b", module, optimizer)
+        group["scales"] = torch.zeros(5, dtype=torch.int64)
+        onefold.load(tmp_path / "a", module, optimizer)
+        return group["scales"]
+
+    for scales in run_ranks(2, body):
+        assert torch.equal(scales, torch.arange(5))
 
 
 def accumulate(run: Run, micro_batches: list[Tensor], *, ends: bool) -> None:
