@@ -659,7 +659,7 @@ def test_a_partial_sum_among_the_values_of_a_group_is_refused_and_pieces_come_ba
         group["scales"] = DTensor.from_local(own, mesh, [Shard(0)], shape=(5,), stride=(1,))
         onefold.save(tmp_path / "a", module, optimizer)
         group["scales"] = DTensor.from_local(own[:2], mesh, [Partial()])
-        with pytest.raises(StateError, match="ranks hold its values, got .*Partial"):
+        with pytest.raises(StateError, match=r"ranks hold its values, got .*Partial"):
             onefold.save(tmp_path / "b", module, optimizer)
         group["scales"] = torch.zeros(5, dtype=torch.int64)
         onefold.load(tmp_path / "a", module, optimizer)
