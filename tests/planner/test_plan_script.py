@@ -216,6 +216,7 @@ def test_a_folder_without_weights_is_trained_from_its_configuration(tmp_path):
     made = planned(str(tmp_path))
     assert f"--model {path} " in made.command
     assert "load_pretrained" not in made.script
+    assert "# weights are random" in made.script
 
 
 def test_an_offload_in_a_script_is_that_of_the_plan():
