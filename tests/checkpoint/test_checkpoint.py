@@ -647,10 +647,8 @@ def test_old_states_are_freed_before_new_ones_take_memory(tmp_path, monkeypatch,
     assert not any(alive)
 
 
-def test_a_partial_sum_among_the_values_of_a_group_is_refused_and_pieces_come_back(tmp_path):
-    """torch computes where a piece begins, and refuses a partial sum, only where it saves."""
-
-    def body(rank: int) -> list[Tensor]:
+def test_a_tensor_of_pieces_in_a_param_group_comes_back_and_a_partial_sum_is_refused(tmp_path):
+    def body(rank: int) -> tuple[Tensor, Tensor]:
         module = seeded(lambda: nn.Linear(3, 2))
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         onefold.shard(module, optimizer, stage=3)
@@ -658,15 +656,20 @@ def test_a_partial_sum_among_the_values_of_a_group_is_refused_and_pieces_come_ba
         own = torch.arange(3 - rank) + 3 * rank  # 3 rows on rank 0, 2 on rank 1
         group["scales"] = DTensor.from_local(own, mesh, [Shard(0)], shape=(5,), stride=(1,))
         onefold.save(tmp_path / "a", module, optimizer)
+        kept = group["scales"]
         group["scales"] = DTensor.from_local(own[:2], mesh, [Partial()])
         with pytest.raises(StateError, match=r"ranks hold its values, got .*Partial"):
             onefold.save(tmp_path / "b", module, optimizer)
+        group["scales"] = kept.zero_()
+        onefold.load(tmp_path / "a", module, optimizer)
+        assert group["scales"] is kept
         group["scales"] = torch.zeros(5, dtype=torch.int64)
         onefold.load(tmp_path / "a", module, optimizer)
-        return group["scales"]
+        return kept.to_local(), group["scales"]
 
-    for scales in run_ranks(2, body):
-        assert torch.equal(scales, torch.arange(5))
+    for rank, (own, whole) in enumerate(run_ranks(2, body)):
+        assert torch.equal(whole, torch.arange(5))
+        assert torch.equal(own, whole.split(3)[rank])
 
 
 def accumulate(run: Run, micro_batches: list[Tensor], *, ends: bool) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from onefold.checkpoint.agreement import together
@@ -27,6 +28,7 @@ from onefold.engine.structure import rename
 from onefold.errors import CheckpointError, ConfigError
 from onefold.layout.ledger import Ledger
 from onefold.layout.module_tree import ModuleTree, uncompiled
+from onefold.unit.cut_dtensor import own_view
 from onefold.unit.parameter import UnitParameter
 from onefold.wire.collectives import Group
 
@@ -327,7 +329,9 @@ def restore_group(group: dict[str, Any], saved: dict[str, Any]) -> None:
         now = group.get(key)
         if key == "params" or (isinstance(now, Enum) and now == value):
             continue
-        if isinstance(now, Tensor):
+        if isinstance(now, DTensor) and isinstance(value, Tensor):
+            now._local_tensor.copy_(own_view(now, value))
+        elif isinstance(now, Tensor):
             now.fill_(value) if not isinstance(value, Tensor) else now.copy_(value)
         else:
             group[key] = value.item() if isinstance(value, Tensor) and now is not None else value

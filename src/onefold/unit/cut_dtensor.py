@@ -143,8 +143,8 @@ def box_of(shown: DTensor) -> ChunkStorageMetadata:
 
 def own_view(shown: DTensor, full: Tensor) -> Tensor:
     """This rank's piece of `full`, cut as `shown`."""
-    dim, start, length, _ = _own_range(shown)
-    return full.narrow(dim, start, length)
+    box = zip(offsets_of(shown), shown._local_tensor.shape, strict=True)
+    return full[tuple(slice(start, start + length) for start, length in box)]
 
 
 def write_items(shown: DTensor, fqn: str, items: list[Any]) -> list[Any]:
