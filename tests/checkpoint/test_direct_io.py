@@ -47,7 +47,9 @@ def test_bytes_are_right_whatever_the_page_cache_holds(kept, tail, tmp_path, mon
         }[kept]  # fmt: skip
         if here is not None:
             drop(fd, *here)
-    held = [PageCache(fd).holds(chunk * READ_CHUNK_NBYTES, READ_CHUNK_NBYTES) for chunk in range(7)]
+    held = [
+        PageCache(fd).has_pages(chunk * READ_CHUNK_NBYTES, READ_CHUNK_NBYTES) for chunk in range(7)
+    ]
     parts = [0, 7, BLOCK_NBYTES + 7, 2 * BLOCK_NBYTES, 5 * BLOCK_NBYTES + 99, len(text)]
     with BlockReader(path, record, [(0, len(text))]) as reader:
         for start, stop in pairwise(parts):
@@ -79,7 +81,7 @@ def test_a_file_that_the_page_cache_does_not_hold_is_read_past_it(tmp_path):
     path, nbytes = tmp_path / "file", 4 * READ_CHUNK_NBYTES
     path.write_bytes(os.urandom(nbytes))
     fd = os.open(path, os.O_RDWR)
-    assert PageCache(fd).holds(0, nbytes)
+    assert PageCache(fd).has_pages(0, nbytes)
     drop(fd, 0, nbytes)
     if _held_pages(fd, nbytes):
         pytest.skip("a file system in memory")
@@ -93,7 +95,7 @@ def test_a_file_that_the_page_cache_does_not_hold_is_read_past_it(tmp_path):
 
 def _held_pages(fd: int, nbytes: int) -> int:
     cache = PageCache(fd)
-    return sum(cache.holds(start, PAGE) for start in range(0, nbytes, PAGE))
+    return sum(cache.has_pages(start, PAGE) for start in range(0, nbytes, PAGE))
 
 
 @pytest.mark.parametrize("is_cached", [False, True])

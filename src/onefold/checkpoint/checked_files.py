@@ -10,8 +10,7 @@ import errno
 import os
 import stat
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -155,8 +154,9 @@ class BlockReader:
             index, skip = divmod(offset + done, BLOCK_NBYTES)
             piece = min(self._length(index) - skip, len(view) - done)
             target = view[done : done + piece]
-            if piece < self._length(index) or not self._read_whole(index, target):
-                target[:] = self._verified(index)[skip : skip + piece]
+            block = self._verified(index, target if piece == self._length(index) else None)
+            if block is not target:
+                target[:] = block[skip : skip + piece]
             done += piece
 
     def read_head(self) -> bytes:
@@ -177,45 +177,29 @@ class BlockReader:
     def _length(self, index: int) -> int:
         return min(BLOCK_NBYTES, self.nbytes - index * BLOCK_NBYTES)
 
-    def _verified(self, index: int) -> memoryview:
-        """Return a block that passed its checksum. The last blocks are kept."""
+    def _verified(self, index: int, room: memoryview | None = None) -> memoryview:
+        """Return a block that passed its checksum: `room`, or one of the last, which are kept.
+
+        `room`, of the block's size, is filled if the block is not in memory: no copy is between.
+        """
         block = self._verified_blocks.get(index)
         if block is not None:
             return block
-        with self._reading():
+        try:
             block = self._from_ahead(index)
             if block is None:
-                while len(self._verified_blocks) >= CACHED_BLOCKS:
-                    self._verified_blocks.popitem(last=False)
-                block = memoryview(bytearray(self._length(index)))
-                self._fill(block, index)
-        self._check(block, index)
-        self._verified_blocks[index] = block
-        return block
-
-    def _read_whole(self, index: int, target: memoryview) -> bool:
-        """Read a block to where it goes, without a copy between; False if one is here already."""
-        with self._reading():
-            if index in self._verified_blocks or self._from_ahead(index) is not None:
-                return False
-            self._fill(target, index)
-        self._check(target, index)
-        return True
-
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        try:
-            yield
+                block = self._from_file(index, room)
         except OSError as error:
             got = f"{type(error).__name__}: {error.strerror}"
             raise damage(f"{_in_checkpoint(self._path)} to be readable", got) from error
-
-    def _check(self, block: memoryview, index: int) -> None:
         wanted = self._record.blocks[8 * index : 8 * index + 8]
         if self._record.blocks and f"{crc32(block):08x}" != wanted:
             start = index * BLOCK_NBYTES
             got = f"other bytes between {start} and {start + len(block)}"
             raise damage(f"{_in_checkpoint(self._path)} as it was saved", got)
+        if block is not room:
+            self._verified_blocks[index] = block
+        return block
 
     def _from_ahead(self, index: int) -> memoryview | None:
         """Return a block of a chunk that was read ahead. Older chunks are overwritten."""
@@ -228,8 +212,13 @@ class BlockReader:
             return None
         return chunk[skip : skip + self._length(index)]
 
-    def _fill(self, block: memoryview, index: int) -> None:
-        """Read a block through the page cache."""
+    def _from_file(self, index: int, room: memoryview | None) -> memoryview:
+        """Read a block through the page cache, into `room` or new memory."""
+        block = room
+        if block is None:
+            while len(self._verified_blocks) >= CACHED_BLOCKS:
+                self._verified_blocks.popitem(last=False)
+            block = memoryview(bytearray(self._length(index)))
         done = 0
         while done < len(block):
             offset = index * BLOCK_NBYTES + done
@@ -237,6 +226,7 @@ class BlockReader:
             if got == 0:
                 raise damage(f"{_in_checkpoint(self._path)} to be longer", f"{offset} bytes")
             done += got
+        return block
 
 
 def _chunks_of(ranges: Iterable[tuple[int, int]]) -> list[int]:

@@ -126,7 +126,7 @@ class PageCache:
             self._mincore = ctypes.CDLL(None).mincore
             self._mapped = numpy.frombuffer(mmap.mmap(fd, 0, prot=mmap.PROT_READ), numpy.uint8)
 
-    def holds(self, offset: int, nbytes: int) -> bool:
+    def has_pages(self, offset: int, nbytes: int) -> bool:
         """True if it holds all of `nbytes` from `offset`, a page's start, that the file has.
 
         False where nothing tells it. Pages of a file of another user count as held.
@@ -174,7 +174,7 @@ class ReadAhead:
         while self._wanted and self._free:
             chunk = self._wanted.popleft()
             offset = chunk * READ_CHUNK_NBYTES
-            if not self._cache.holds(offset, READ_CHUNK_NBYTES):
+            if not self._cache.has_pages(offset, READ_CHUNK_NBYTES):
                 room = self._free.popleft()
                 future = self._pool.submit(_read_chunk, self._fd, room, offset)
                 self._ready.append((chunk, future, room))

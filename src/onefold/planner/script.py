@@ -14,7 +14,7 @@ IMPORTS = ("import onefold", "import torch")
 ON_MESH = (*IMPORTS, "from torch.distributed.device_mesh import init_device_mesh", "")
 """The first lines of a script whose model the axes have cut already."""
 ON_META = 'with torch.device("meta"):'
-RANDOM = "# weights are random: plan a folder with *.safetensors files to read them"
+RANDOM_WEIGHTS = "# weights are random: plan a folder with *.safetensors files to read them"
 
 
 def preparing_lines(module: nn.Module, *, recomputes: bool) -> tuple[str, ...]:
@@ -50,7 +50,7 @@ def building_lines(
         f"config = AutoConfig.from_pretrained({_quoted(config_path(name))}, use_cache=False)",
         ON_META,
         f"    model = AutoModelForCausalLM.from_config(config, dtype={_dtype_of(module)})",
-        f"onefold.load_pretrained(model, {_quoted(name)})" if has_weights(name) else RANDOM,
+        f"onefold.load_pretrained(model, {_quoted(name)})" if has_weights(name) else RANDOM_WEIGHTS,
     )  # fmt: skip
 
 
