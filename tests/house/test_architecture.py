@@ -213,7 +213,7 @@ if child:
 
 
 def test_a_run_its_save_and_its_load_do_not_import_torchs_checkpoints(tmp_path):
-    """They are 160 modules: 80 ms and 6 MB of each rank. `export --to dcp` uses them."""
+    """They are 160 modules, in the memory of each rank. `export --to dcp` uses them."""
     command = [sys.executable, "-c", TWO_RANKS, str(tmp_path)]
     out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert out.stdout.split() == ["0"]

@@ -20,7 +20,7 @@ from onefold.tier.disk import set_direct
 WRITE_CHUNK_NBYTES, NUM_WRITE_CHUNKS = 4 << 20, 3
 READ_CHUNK_NBYTES, NUM_READ_CHUNKS = 1 << 20, 8
 """Measured: two writers reach the disk's rate with three chunks. Two readers need more requests,
-of which larger ones are slower: with 2 MiB a load takes 1.14 of the time, with 8 MiB 1.5.
+of which larger ones are slower (docs/development/performance.md).
 """
 
 
