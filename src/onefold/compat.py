@@ -41,13 +41,21 @@ def untraced(function: Callable[Given, Returned]) -> Callable[Given, Returned]:
 
     @wraps(function)
     def call(*args: Given.args, **kwargs: Given.kwargs) -> Returned:
-        is_tracing = eval_frame.get_eval_frame_callback() is not None
-        return (disabled if is_tracing else function)(*args, **kwargs)
+        return (function if is_tracing() is None else disabled)(*args, **kwargs)
 
-    hook: Any = call
+    return unseen(call)
+
+
+def unseen(function: Callable[Given, Returned]) -> Callable[Given, Returned]:
+    """Keep dynamo from tracing a function; what it calls is traced, unless it sees to that."""
+    hook: Any = function
     hook._torchdynamo_disable = True
     eval_frame.set_code_exec_strategy(hook.__code__, _SKIPS_ITS_FRAME)
-    return call
+    return function
+
+
+is_tracing = eval_frame.get_eval_frame_callback
+"""Not None where dynamo traces what is called."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -272,11 +272,22 @@ def test_an_attribute_that_comes_later_and_needs_whole_matrices_is_an_error_by_n
 def test_tables_that_come_later_are_an_error_by_name_where_elements_are_stepped_apart():
     module = seeded(build)
     optimizer = Looking(module.parameters())
-    onefold.shard(module, optimizer, stage=3)
+    onefold.shard(module, optimizer, stage=3, precision="bf16")
     optimizer.scales = {id(module[0].weight): 0.1}
     module(torch.ones(2, 4)).sum().backward()
     with pytest.raises(onefold.StateError, match=r"Looking[^$]*tables[^$]*hint: fill"):
         optimizer.step()
+
+
+def test_tables_that_come_later_are_found_where_one_rank_steps_the_parameters_themselves():
+    module, plain = seeded(build), seeded(build)
+    optimizers = [Looking(each.parameters()) for each in (module, plain)]
+    onefold.shard(module, optimizers[0], stage=3)
+    for each, optimizer in zip((module, plain), optimizers, strict=True):
+        optimizer.scales = {id(each[0].weight): 0.1}
+        each(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    torch.testing.assert_close([*module.parameters()], [*plain.parameters()], rtol=0, atol=0)
 
 
 def test_torchs_own_classes_are_asked_for_no_attributes():

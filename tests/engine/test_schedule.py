@@ -215,7 +215,7 @@ class Script:
             left[use.unit] -= 1
             if not left[use.unit]:
                 for member in range(num_trained):
-                    executor.do(schedule.gradient(use.unit, member))
+                    executor.do(schedule.gradients(use.unit, [member]))
         executor.used.clear()
         if ends:
             executor.do(schedule.end_backward())

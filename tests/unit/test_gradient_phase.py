@@ -121,7 +121,7 @@ def test_what_arrives_after_a_failed_backward_is_dropped_from_any_phase(
             unit.unshard()
             for parameter in unit.parameters:
                 parameter.set_partial_grad(torch.ones(parameter.slot.shape))
-                gradient.note_fired(parameter)
+                gradient.partial.note([parameter])
             ticket = gradient.start_reduce()
             if reached is not Phase.SENT:
                 ticket.wait()

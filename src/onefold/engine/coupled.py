@@ -20,6 +20,8 @@ from torch import Tensor
 
 from onefold.engine.engine import Engine
 from onefold.errors import StateError
+from onefold.layout.ledger import Ledger
+from onefold.unit.shortage import explained
 from onefold.wire.collectives import Group
 
 ADDED = ("sum", "dot", "vdot", "any")
@@ -81,6 +83,18 @@ def share_losses(group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return group.all_reduced(loss) / group.world_size
 
     return (optimizer, mean_loss), {k: v for k, v in kwargs.items() if k != "closure"}
+
+
+def evaluate_closure(args: tuple[Any, ...], kwargs: dict[str, Any], ledger: Ledger) -> Replaced:
+    """Run a step's closure before the step: its forward and backward need sharded parameters."""
+    optimizer, *rest = args
+    closure = rest[0] if rest else kwargs.get("closure")
+    if closure is None:
+        return None
+    with torch.enable_grad(), explained(ledger):
+        loss = closure()
+    rest = {name: value for name, value in kwargs.items() if name != "closure"}
+    return (optimizer, EvaluatedClosure(loss, type(optimizer).__name__)), rest
 
 
 class EvaluatedClosure:

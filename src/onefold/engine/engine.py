@@ -24,7 +24,7 @@ from onefold.engine import captured
 from onefold.engine.activations import saved_activations_of
 from onefold.engine.companions import Companions
 from onefold.engine.driving import Drive
-from onefold.engine.executor import Executor, Stepper, facts_of
+from onefold.engine.executor import Arrivals, Executor, Stepper, facts_of
 from onefold.engine.pipelined import STAGES, Pipeline, warn_undriven
 from onefold.engine.policy import policy_of
 from onefold.engine.run_facts import Marks, RunFacts
@@ -32,7 +32,7 @@ from onefold.engine.schedule import Schedule
 from onefold.engine.structure import follow
 from onefold.engine.walks import Call, Phase
 from onefold.engine.watch import announce_end, in_backward, recomputes, tensors_in, watch_outputs
-from onefold.layout.module_tree import parameter_keys
+from onefold.layout.module_tree import Membership
 from onefold.recipe import Recipe
 from onefold.unit import refusals
 from onefold.unit.context import Context
@@ -70,6 +70,8 @@ class Engine:
         self.by_sharded = {id(p.sharded): p for unit in units for p in unit.parameters}
         self._index: dict[object, int] = {unit: index for index, unit in enumerate(units)}
         self.companions = Companions()  # averages and islands
+        self._members = Membership()
+        self._arrivals = Arrivals(self.schedule, self.executor, self._index)
         self._is_torn = False  # a backward failed after it stepped units
         self._has_failed = self._is_checked = False  # a backward, and nothing has ended it yet
         self.may_capture = context.store.device.type != "cpu"
@@ -166,7 +168,7 @@ class Engine:
     def _follow(self) -> None:
         if not self._is_checked and not self.is_unsharded:
             module = self.module()
-            if module is not None and parameter_keys(module) != self.by_sharded.keys():
+            if module is not None and self._members.keys_in(module) != self.by_sharded.keys():
                 follow(self)
             self._is_checked = True
             may_be_stage = STAGES in sys.modules and not self.schedule.driven.walks_apart
@@ -225,11 +227,13 @@ class Engine:
             self.end_failed()
         if self.schedule.is_backward:
             return
-        self.facts.begin_backward(is_first=not any(u.shows_gradients() for u in self.units))
         for unit in self.units:
             unit.gradient.begin()
+        self.facts.begin_backward(is_first=not any([u.gradient.earlier for u in self.units]))
         actions = self.schedule.begin_backward(self._trained())
         self.marks.begin("backward", lane=Phase.BACKWARD)
+        is_watched = self.ledger.observer is not None or self.saved is not None
+        self._arrivals.begin(is_watched=is_watched)
         self.executor.do(actions)
         if not self.schedule.driven.joins_backwards:
             announce_end(ref(self))
@@ -249,6 +253,7 @@ class Engine:
             raise refusals.EARLY_FORWARD(unit.name, where=unit.context.where)
         if is_inside or self.schedule.open_calls.has_begun(call):
             return
+        self._arrivals.count()
         if call.edits != unit.edits.at_rest():
             raise refusals.CHANGED(unit.name, where=unit.context.where)
         actions = self.schedule.enter_backward(call, builds_graph=torch.is_grad_enabled())
@@ -258,20 +263,13 @@ class Engine:
 
     def on_grad(self, parameter: UnitParameter, unit: Unit) -> None:
         """Autograd has accumulated into an unsharded weight's gradient."""
-        schedule, executor = self.schedule, self.executor
-        if not schedule.is_backward or self._has_failed:
+        if not self.schedule.is_backward or self._has_failed:
             self.begin_backward()
-        flying = schedule.reductions.may_land
-        try:
-            if flying is not None and executor.has_landed(flying):
-                executor.do(schedule.landed())
-        finally:  # a gradient that nobody noted would be added to that of the next backward
-            unit.gradient.note_fired(parameter)
-        if actions := schedule.gradient(self._index[unit], id(parameter)):
-            executor.do(actions)
+        self._arrivals.add(parameter, unit)
 
     def end_backward(self) -> None:
         """Autograd is done: reshard every unit, finish every reduction."""
+        self._arrivals.count()
         reductions, driven = self.schedule.reductions, self.schedule.driven
         defers = reductions.defers
         self.facts.end_backward(accumulates=not driven.is_last)
@@ -290,6 +288,7 @@ class Engine:
     def leave_failed_backward(self) -> None:
         """An exception ended backward: show parameters without its gradients until the abort."""
         self._has_failed = self.schedule.is_backward
+        self._arrivals.note()
         self.ledger.fail()
         if self.schedule.is_backward and not self.is_unsharded:
             for unit in self.units:
@@ -340,6 +339,7 @@ class Engine:
         """An optimizer is about to step: reshard all units, bring edited weights to masters."""
         hooks, schedule = self.executor.hooks, self.schedule
         is_early = hooks.turn or schedule.is_backward
+        self._arrivals.count()
         if is_early and hooks.begin_step(stepper.held, self.units, schedule):
             return
         self.end_failed()

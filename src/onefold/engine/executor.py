@@ -174,6 +174,72 @@ class Executor:
         unit.gradient.consume()
 
 
+class Arrivals:
+    """The gradients of one unit that are not counted yet, as work for each would be felt.
+
+    Autograd announces every gradient. Between the first and the last one of a unit there is nothing
+    to decide where no message is under way, no gather waits for a gradient, and nobody else counts
+    bytes meanwhile. Then all but the last are only collected here.
+    """
+
+    def __init__(self, schedule: Schedule, executor: Executor, index: Mapping[object, int]) -> None:
+        """`index`: numbers of units in the schedule."""
+        self._schedule, self._executor, self._index = schedule, executor, index
+        self._may_wait = False  # in this backward
+        self._unit: Unit | None = None
+        self._parameters: dict[UnitParameter, None] = {}
+        self._num_needed = 0  # gradients of the unit that this backward still brings
+
+    def begin(self, *, is_watched: bool) -> None:
+        """A backward begins. `is_watched`: somebody looks, or counts, between two gradients."""
+        is_logged = self._schedule.open_calls.event_log.is_open
+        is_offloaded = any([unit.steps_in_blocks for unit in self._executor.units])
+        self._may_wait = not (is_watched or is_logged or is_offloaded)
+
+    def add(self, parameter: UnitParameter, unit: Unit) -> None:
+        """Autograd has accumulated a gradient."""
+        schedule, reductions = self._schedule, self._schedule.reductions
+        is_quiet = self._may_wait and reductions.may_land is None and not schedule.late
+        if not is_quiet and self._unit is None:
+            self._count(unit, [parameter])
+            return
+        if unit is not self._unit:
+            self.count()
+            self._unit, self._num_needed = unit, reductions.num_missing(self._index[unit])
+        self._parameters[parameter] = None
+        if not is_quiet or len(self._parameters) >= self._num_needed:
+            self.count()
+
+    def count(self) -> None:
+        """Count what has arrived, and act on it."""
+        unit, parameters = self._take()
+        if unit is not None:
+            self._count(unit, parameters)
+
+    def note(self) -> None:
+        """Count what has arrived: its backward has failed."""
+        unit, parameters = self._take()
+        if unit is not None:
+            unit.gradient.partial.note(parameters)
+
+    def _take(self) -> tuple[Unit | None, list[UnitParameter]]:
+        unit, parameters = self._unit, [*self._parameters]
+        self._unit = None
+        self._parameters.clear()
+        return unit, parameters
+
+    def _count(self, unit: Unit, parameters: Sequence[UnitParameter]) -> None:
+        schedule, executor = self._schedule, self._executor
+        flying = schedule.reductions.may_land
+        try:
+            if flying is not None and executor.has_landed(flying):
+                executor.do(schedule.landed())
+        finally:  # a gradient that nobody noted would be added to that of the next backward
+            unit.gradient.partial.note(parameters)
+        if actions := schedule.gradients(self._index[unit], [*map(id, parameters)]):
+            executor.do(actions)
+
+
 def facts_of(unit: Unit) -> UnitFacts:
     """Return the facts about a unit that a schedule decides by."""
     return UnitFacts(

@@ -82,7 +82,7 @@ class _Adoption:
             got = f"a step of {type(optimizer).__name__}"
             hint = "onefold.shard trains a module: its weights go to the same tiers"
             raise StateError(wanted, got, where=f"rank {engine.group.rank}", hint=hint)
-        if any(key in engine.by_sharded for key in held):
+        if not engine.by_sharded.keys().isdisjoint(held):
             check_step(optimizer, engine.recipe)
             bind(optimizer, engine)
 

@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from onefold.compat import untraced
+from onefold.engine.bare_step import BareStep
 from onefold.engine.behaviour import behaviour_of, moments_of_group
 from onefold.engine.blocks import reserve_slots
-from onefold.engine.coupled import EvaluatedClosure, Replaced, rows_of_ranks, share_losses
+from onefold.engine.coupled import Replaced, evaluate_closure, rows_of_ranks, share_losses
 from onefold.engine.engine import Engine
 from onefold.engine.flat_groups import FlatStep, with_numbers_on
 from onefold.engine.looks import Looks
@@ -39,11 +40,11 @@ from onefold.engine.optimizer_state import (
 )
 from onefold.engine.precision import is_step_sound
 from onefold.engine.rules import Rule, State, may_fuse, rule_of, same_entry, whole_matrices
+from onefold.engine.step_checks import check_trains
 from onefold.engine.swaps import watch_swaps
-from onefold.errors import StateError
 from onefold.layout.ledger import Account, Kind
 from onefold.unit.parameter import UnitParameter, with_gradient
-from onefold.unit.shortage import explain, explained
+from onefold.unit.shortage import explain
 from onefold.unit.unit import Unit, unit_of
 
 
@@ -62,6 +63,7 @@ class OptimizerBinding:
         self._strategy: FlatStep | MatrixStep = (
             FlatStep(rows, behaviour.reads) if self.is_flat else MatrixStep()
         )
+        self._bare = BareStep()
         self._looks = Looks(optimizer, behaviour.reads if self.is_flat else frozenset())
         self._shown: dict[Tensor, State] = {}
         self._common: dict[Any, Any] = {}  # state that belongs to no parameter
@@ -204,9 +206,12 @@ class OptimizerBinding:
         if self._searches:
             return share_losses(self.engines[0].group, args, kwargs)
         self._group_of = None
-        replaced = self._evaluate_closure(args, kwargs)
+        has_closure = len(args) > 1 or kwargs
+        replaced = evaluate_closure(args, kwargs, self.engines[0].ledger) if has_closure else None
         for engine in self.engines:
             engine.before_step(self)
+        if self._begin_bare(optimizer):
+            return replaced
         self._import_changed(optimizer)
         self._look_again(optimizer)
         rounding = [engine for engine in self.engines if engine.rounds_gradients]
@@ -218,14 +223,10 @@ class OptimizerBinding:
             groups.append(with_gradient(own if is_sound else []))
             foreign.append([tensor for tensor in group["params"] if id(tensor) not in known])
         if not any(groups):
-            self._check_trains(optimizer)
+            check_trains(optimizer, self.engines)
         stand_ins = self._stand_ins(optimizer, groups)
         self._common = common_state(optimizer.state)
-        others = {tensor for group in foreign for tensor in group} & optimizer.state.keys()
-        kept = {tensor: optimizer.state[tensor] for tensor in others}
-        state: defaultdict[Tensor, State] = defaultdict(dict, {**self._common, **kept})
-        for group in stand_ins:
-            state.update({tensor: kept for tensor, kept in group.items() if kept})
+        state = _seen_state(optimizer.state, self._common, stand_ins, foreign)
         self._restore = [(group, dict(group)) for group in optimizer.param_groups]
         for group, mine, others in zip(optimizer.param_groups, stand_ins, foreign, strict=True):
             group["params"] = [*mine, *others]
@@ -237,6 +238,12 @@ class OptimizerBinding:
         if replaced:
             replaced[0][1].expect([tensor for group in stand_ins for tensor in group])
         return replaced
+
+    def _begin_bare(self, optimizer: Optimizer) -> bool:
+        """Begin a step that replaces nothing, where one rank can step parameters themselves."""
+        may_be_bare = self.is_flat and self.engines[0].group.world_size == 1
+        self._is_entered = may_be_bare and self._bare.begin(optimizer, self._known())
+        return self._is_entered
 
     def _look_again(self, optimizer: Optimizer) -> None:
         """Find what the class looks for in parameters now: it may be another than at `shard`."""
@@ -257,20 +264,6 @@ class OptimizerBinding:
             pairs += shown.values()
         self._looks.show(optimizer, pairs)
 
-    def _check_trains(self, optimizer: Optimizer) -> None:
-        """Raise `StateError` if all that it holds is frozen, and no optimizer holds what trains."""
-        held = [t for group in optimizer.param_groups for t in group["params"]]
-        if any(tensor.requires_grad for tensor in held):
-            return
-        for engine in self.engines:
-            steppers = [s for s in engine.executor.steppers if isinstance(s, OptimizerBinding)]
-            for parameter in engine.by_sharded.values():
-                if _grad(parameter) is not None and not any(s.holds(parameter) for s in steppers):
-                    wanted = f"{type(optimizer).__name__} to hold parameters that train"
-                    got = f"frozen ones alone; no optimizer holds {parameter.fqn!r}"
-                    hint = "build the optimizer after adapters were added"
-                    raise StateError(wanted, got, where=f"rank {engine.group.rank}", hint=hint)
-
     @untraced
     def after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: State) -> None:
         """Put sharded parameters back. Runs before every other post-hook."""
@@ -280,6 +273,10 @@ class OptimizerBinding:
             return
         self._put_back(optimizer)
         stepped = optimizer.state
+        if bare := self._bare.units and self._bare.end():
+            self._count_states({k: v for k, v in dict.items(stepped) if isinstance(k, Tensor)})
+            self._end_step(bare, set())
+            return
         shown = self._strategy.leave(stepped)
         state: defaultdict[Tensor, State] = defaultdict(dict)
         units, known = set[Unit](), self._known()
@@ -295,9 +292,12 @@ class OptimizerBinding:
         self._shown, self._common = _copied(state), common_state(stepped)
         optimizer.state = stepped_state({**state, **self._common}, self.engines, self._refresh)
         self._count_states(state)
+        self._end_step(units, self._strategy.rounded)
+
+    def _end_step(self, stepped: set[Unit], rounded: set[Unit]) -> None:
         for engine in self.engines:
             engine.ledger.end_step(self)
-            engine.after_step(units, self._strategy.rounded)
+            engine.after_step(stepped, rounded)
 
     def _count_search(self, optimizer: Optimizer) -> None:
         """End a step that has edited the sharded parameters, as a user does."""
@@ -330,7 +330,10 @@ class OptimizerBinding:
     def recover(self) -> None:
         """Put sharded parameters back after a step that raised, without gradients cleared since."""
         optimizer = self._optimizer()
-        if self._is_entered and optimizer is not None:
+        if self._bare.units:
+            self._bare.end()
+            self._is_entered = False
+        elif self._is_entered and optimizer is not None:
             self._strategy.recover()
             self._put_back(optimizer)
             shown = {**_copied(self._shown), **self._common}
@@ -356,17 +359,6 @@ class OptimizerBinding:
         except BaseException as error:
             explain(error, self.engines[0].ledger)
             raise
-
-    def _evaluate_closure(self, args: tuple[Any, ...], kwargs: State) -> Replaced:
-        """Run the closure before the swap: its forward and backward need sharded parameters."""
-        optimizer, *rest = args
-        closure = rest[0] if rest else kwargs.get("closure")
-        if closure is None:
-            return None
-        with torch.enable_grad(), explained(self.engines[0].ledger):
-            loss = closure()
-        rest = {k: v for k, v in kwargs.items() if k != "closure"}
-        return (optimizer, EvaluatedClosure(loss, type(optimizer).__name__)), rest
 
     # state
 
@@ -409,6 +401,18 @@ class OptimizerBinding:
 def _grad(parameter: UnitParameter) -> Tensor | None:
     with torch._C.DisableTorchFunctionSubclass():
         return parameter.sharded._grad
+
+
+def _seen_state(
+    state: Mapping[Tensor, State], common: State, stand_ins: Any, foreign: list[list[Tensor]]
+) -> defaultdict[Tensor, State]:
+    """Return the state that the class's own step sees."""
+    others = {tensor for group in foreign for tensor in group} & state.keys()
+    seen: defaultdict[Any, State] = defaultdict(dict, common)
+    seen.update({tensor: state[tensor] for tensor in others})
+    for group in stand_ins:
+        seen.update({tensor: kept for tensor, kept in group.items() if kept})
+    return seen
 
 
 def _copied(state: Mapping[Tensor, State]) -> dict[Tensor, State]:

@@ -47,9 +47,14 @@ def cast_arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Cast the floating-point tensors that a module is called with; None if all have the dtype."""
-    are_tensors = not kwargs and all([isinstance(value, Tensor) for value in args])
-    if are_tensors and all([t.dtype is dtype or not t.is_floating_point() for t in args]):
-        return None
+    for value in () if kwargs else args:
+        if not isinstance(value, Tensor) or not (
+            value.dtype is dtype or not value.is_floating_point()
+        ):
+            break
+    else:
+        if not kwargs:
+            return None
     return cast_floating(args, dtype), cast_floating(kwargs, dtype)
 
 

@@ -23,6 +23,8 @@ class Reductions:
         self._ready: set[int] = set()
         self._started: set[int] = set()
         self._in_flight: deque[int] = deque()
+        # whose reduction may finish early, where that needs no other rank: each gradient asks
+        self.may_land: int | None = None
         self._following: int | None = None  # landed last, whose second hop may be under way
         self._averaged: list[int] = []  # units with averaged gradients
         self.is_last = True  # of the micro-batches
@@ -38,11 +40,6 @@ class Reductions:
     def defers(self) -> bool:
         """True for a micro-batch that is not the last, where gradients rest on their rank."""
         return self._policy.defers_reduction and not self.is_last
-
-    @property
-    def may_land(self) -> int | None:
-        """The unit whose reduction may finish early, where that needs no other rank."""
-        return None if self._policy.has_second_hop or not self._in_flight else self._in_flight[0]
 
     def has_fired(self, unit: int) -> bool:
         """True if gradients of the unit wait to be reduced in this backward."""
@@ -60,16 +57,23 @@ class Reductions:
         self._trained = [0 if unit in without else number for unit, number in enumerate(trained)]
         self.is_last = is_last
 
-    def note_gradient(self, unit: int, member: int, out: list[Action], *, waits: bool) -> bool:
-        """Note a parameter's gradient; the last one of a unit makes the unit ready: then True.
+    def num_missing(self, unit: int) -> int:
+        """The gradients of the unit that this backward still has to bring."""
+        return self._trained[unit] - len(self._fired[unit])
+
+    def note_gradients(
+        self, unit: int, members: Sequence[int], out: list[Action], *, waits: bool
+    ) -> bool:
+        """Note gradients of parameters; the last one of a unit makes the unit ready: then True.
 
         `waits`: more gradients may follow, until backward has left the unit's last call.
         """
         if not self._trained[unit]:  # its gradients rest
             return False
         fired = self._fired[unit]
-        is_new = member not in fired  # a reentrant recompute brings one for each of its calls
-        fired.add(member)
+        before = len(fired)
+        fired.update(members)
+        is_new = len(fired) > before  # a reentrant recompute brings one for each of its calls
         if len(fired) < self._trained[unit] or self.defers or waits:
             return False
         self.note_ready(unit, out)
@@ -94,6 +98,7 @@ class Reductions:
         self._started.add(unit)
         self._fired[unit].clear()
         self._in_flight.append(unit)
+        self._find_next()
         out.append((Verb.REDUCE, unit))
 
     def land(self, out: list[Action]) -> None:
@@ -105,6 +110,7 @@ class Reductions:
         if not self._in_flight:
             return
         unit = self._in_flight.popleft()
+        self._find_next()
         out.append((Verb.LAND, unit))
         if self._policy.sums_rest and not self.is_last and self._units[unit].keeps_sums:
             out.append((Verb.KEEP_SUMS, unit))
@@ -113,6 +119,10 @@ class Reductions:
         self._following = unit
         if not self._policy.has_second_hop:
             self._finish(out)
+
+    def _find_next(self) -> None:
+        alone = self._in_flight and not self._policy.has_second_hop
+        self.may_land = self._in_flight[0] if alone else None
 
     def _finish(self, out: list[Action]) -> None:
         unit, self._following = self._following, None

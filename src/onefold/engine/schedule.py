@@ -48,7 +48,7 @@ class Schedule:
         self.ahead: set[int] = set()  # gathered ahead, and not used since
         self._held = self.open_calls.held
         self._filled: set[int] = set()  # the node's secondary shard is up to date
-        self._late: list[int] = []  # to be gathered with the next gradient
+        self.late: list[int] = []  # to be gathered with the next gradient
         self.early_steps = EarlySteps()
         self.driven = Drive()  # by a plain loop
 
@@ -225,15 +225,15 @@ class Schedule:
         self._hide(unit, out, frees=is_through and self.policy.frees_after_backward)
         self._step_reduced(out)
 
-    def gradient(self, unit: int, member: int) -> list[Action]:
-        """Autograd has accumulated the gradient of one parameter of `unit`."""
+    def gradients(self, unit: int, members: Sequence[int]) -> list[Action]:
+        """Autograd has accumulated the gradients of some parameters of `unit`, in this order."""
         out: list[Action] = []
-        while self._late:
-            self._gather(self._late.pop(0), out, is_ahead=True)
-        if (log := self.open_calls.event_log).is_open:
+        while self.late:
+            self._gather(self.late.pop(0), out, is_ahead=True)
+        for member in members if (log := self.open_calls.event_log).is_open else ():
             log.note_gradient(unit, member)
         driven, then = self.driven, list[Action]()
-        is_last = self.reductions.note_gradient(unit, member, then, waits=driven.joins_backwards)
+        is_last = self.reductions.note_gradients(unit, members, then, waits=driven.joins_backwards)
         if is_last and self.policy.frees_with_gradients and driven.is_plain:
             self._hide(unit, out, frees=True)  # every node that reads the weights has run
         out += then
@@ -281,7 +281,7 @@ class Schedule:
 
     def _end_calls(self) -> None:
         self.is_backward = False
-        self._late.clear()
+        self.late.clear()
         self.ended = self.open_calls.end(self.driven)
 
     # step
@@ -343,7 +343,7 @@ class Schedule:
         self._make_room(unit, out)
         self._gather(unit, out)
         if phase is Phase.BACKWARD and self.policy.prefetches_late:
-            self._late = to_gather
+            self.late = to_gather
         else:
             for successor in to_gather:
                 self._gather(successor, out, is_ahead=True)

@@ -1,16 +1,18 @@
-"""Refuse optimizers whose step would be another one than the class's, before anything changes."""
+"""Refuse optimizers whose step would be another one than the class's, or that step nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 from torch.optim import Optimizer, SparseAdam
 
 from onefold.engine.behaviour import Behaviour, behaviour_of
+from onefold.engine.engine import Engine
 from onefold.engine.own_state import check_savable
 from onefold.engine.probe import acts_outside
 from onefold.engine.rules import wrapped_by
-from onefold.errors import ConfigError
+from onefold.errors import ConfigError, StateError
 from onefold.recipe import Recipe
+from onefold.unit.parameter import with_gradient
 
 _WHY = {
     "elementwise": "it keeps numbers, or states from its constructor, for all blocks",
@@ -80,3 +82,18 @@ def _why_together(behaviour: Behaviour, held: Sequence[Tensor], *, has_meshes: b
     if behaviour.kind == "coupled" and not all(tensor.dim() for tensor in held):
         return "which would count a parameter without dimensions on every rank"
     return ""
+
+
+def check_trains(optimizer: Optimizer, engines: Iterable[Engine]) -> None:
+    """Raise `StateError` if all that it holds is frozen, and no optimizer holds what trains."""
+    held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    if any(tensor.requires_grad for tensor in held):
+        return
+    for engine in engines:
+        stepped = {p for stepper in engine.executor.steppers for p in stepper.held()}
+        for parameter in with_gradient(engine.by_sharded.values()):
+            if parameter not in stepped:
+                wanted = f"{type(optimizer).__name__} to hold parameters that train"
+                got = f"frozen ones alone; no optimizer holds {parameter.fqn!r}"
+                hint = "build the optimizer after adapters were added"
+                raise StateError(wanted, got, where=f"rank {engine.group.rank}", hint=hint)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from onefold.errors import StateError
-from onefold.layout.module_tree import ModuleTree, parameter_keys
+from onefold.layout.module_tree import Membership, ModuleTree
 from onefold.layout.units import owned_parameters
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.unit import Unit
@@ -51,7 +51,7 @@ def follow(engine: Followed) -> None:
     module = engine.module()
     if module is None or engine.is_unsharded:
         return
-    kept, shards = parameter_keys(module), engine.by_sharded
+    kept, shards = Membership().keys_in(module), engine.by_sharded
     gone = [
         parameter
         for key, parameter in shards.items()

@@ -132,7 +132,7 @@ class _Gradients:
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for parameter, grad in self._taken.items():
                 _add_partial(parameter, grad)
-                unit_of(parameter).gradient.note_fired(parameter)
+                unit_of(parameter).gradient.partial.note([parameter])
         engine.complete()
         with torch.no_grad():
             for parameter in reversed(self._taken):

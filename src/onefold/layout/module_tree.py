@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
 from typing import Any
+from weakref import ref
 
 from torch import nn
 
@@ -19,16 +22,45 @@ def uncompiled(module: nn.Module) -> nn.Module:
     return module
 
 
-def parameter_keys(root: nn.Module) -> set[int]:
-    """Return the ids of all parameters in a module and the modules inside it: quick, no names."""
-    rest, seen, keys = [uncompiled(root)], set[int](), set[int]()
+_PARTS, _PARAMETERS = map(attrgetter, ("_modules", "_parameters"))
+
+
+class Membership:
+    """Says quickly which parameters are in a module and those inside it, if no part has changed.
+
+    Each step asks. It keeps no module alive.
+    """
+
+    def __init__(self) -> None:
+        self._modules: list[ref[nn.Module]] = []  # as walked last
+        self._parts: list[int] = []  # ids of what each of them had inside
+
+    def keys_in(self, root: nn.Module) -> set[int]:
+        """Return the ids of all parameters."""
+        root = uncompiled(root)
+        modules: list[Any] = [known() for known in self._modules]
+        is_same = bool(modules) and modules[0] is root and None not in modules
+        if not is_same or self._parts != [*_ids_in(map(_PARTS, modules))]:
+            modules = _modules_in(root)
+            self._modules = [*map(ref, modules)]
+            self._parts = [*_ids_in(map(_PARTS, modules))]
+        return {*_ids_in(map(_PARAMETERS, modules))} - {id(None)}
+
+
+def _ids_in(named: Iterable[dict[str, Any]]) -> Iterator[int]:
+    return map(id, chain.from_iterable(map(dict.values, named)))
+
+
+def _modules_in(root: nn.Module) -> list[Any]:
+    """Return a module and all modules inside it, each once."""
+    found: dict[int, nn.Module] = {}
+    rest: list[nn.Module | None] = [root]
     while rest:
         module = rest.pop()
-        if id(module) not in seen:
-            seen.add(id(module))
-            keys.update(map(id, module._parameters.values()))
-            rest += [part for part in module._modules.values() if part is not None]
-    return keys - {id(None)}
+        if module is not None and id(module) not in found:
+            found[id(module)] = module
+            rest += module._modules.values()
+    return [*found.values()]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

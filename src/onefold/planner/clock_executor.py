@@ -129,10 +129,10 @@ STEP_SHARE = 0.85
 """The share of the memory bandwidth that the optimizer's kernel over long tensors reaches."""
 HOST = "exposed_launches"
 """The part of a step that waits for the host's Python and launches."""
-UNIT_CALLS = 425
+UNIT_CALLS = 340
 """Onefold's own Python calls for a unit of a step, whose weights are cast for compute or not;
 tests/planner/test_host_time.py counts them."""
-PARAMETER_CALLS = 16
+PARAMETER_CALLS = 5
 """The same for a parameter of the only process, where the root brings all units at once."""
 GRADIENTS = (0, 1)
 """Each unit has two: one comes as its backward begins to compute, the other as it ends."""

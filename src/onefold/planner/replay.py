@@ -114,7 +114,7 @@ class Replay:
                 call = calls.get(event.call)  # None: a use before the forward, as by a penalty
                 return [] if call is None else schedule.enter_backward(call)
             case EventKind.GRAD:
-                return schedule.gradient(event.unit, event.call)
+                return schedule.gradients(event.unit, [event.call])
             case EventKind.END:
                 return schedule.end_backward()
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_iter, tree_map
 
-from onefold.compat import untraced
+from onefold.compat import is_tracing, unseen, untraced
 from onefold.errors import StateError
 from onefold.unit import refusals, whole
 from onefold.unit.context import UnitInUse
@@ -386,9 +386,12 @@ class DirectUse:
             raise refusals.DIRECT_USE(parameter.fqn, where=parameter.spec.context.where)
 
 
-@untraced
+@unseen
 def on_accumulated(parameter: Owner, accumulated: Tensor) -> None:
     """Tell the unit of an unsharded parameter that its gradient has grown."""
+    if is_tracing() is not None:  # as `untraced` does, less a call for each gradient
+        torch._disable_dynamo(on_accumulated)(parameter, accumulated)
+        return
     alive = parameter()
     unit = None if alive is None else alive.find_unit()
     engine = None if unit is None else unit.find_owner()

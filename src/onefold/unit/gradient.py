@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
+from operator import attrgetter
 from weakref import ref
 
 import torch
@@ -24,15 +25,18 @@ from onefold.layout.ledger import Account, Kind
 from onefold.unit import refusals, user_hooks, whole
 from onefold.unit.buffer import Buffer
 from onefold.unit.gradient_phase import GradientPhase as Phase
-from onefold.unit.local_mean import has_rows, scaled, take_rows
+from onefold.unit.local_mean import has_rows, own_means, take_rows
 from onefold.unit.node_reduction import reduction_of
 from onefold.unit.parameter import UnitParameter
-from onefold.unit.reduction import Landed, MeanBuffer, MeanRows, known
+from onefold.unit.reduction import Landed, MeanBuffer, MeanRows, Partials, known
+from onefold.unit.sharded_form import wrap_grads
 from onefold.unit.shown_grads import NoMean
 from onefold.unit.stand_ins import StandIns
 from onefold.unit.user_hooks import HeldBack
 from onefold.unit.weights import UnitWeights
 from onefold.wire.ticket import DONE, Ticket
+
+_GRAD = attrgetter("_grad")
 
 
 class UnitGradient:
@@ -47,7 +51,6 @@ class UnitGradient:
         self._landed: Landed | None = None
         self._following = DONE
         self.is_unused = False  # by every rank, in the last backward
-        self.partial: dict[UnitParameter, int] = {}  # partial gradients: their bytes
         self._stand_ins = StandIns()  # what `.grad` shows between micro-batches
         self._due: set[UnitParameter] = set()  # trained by these micro-batches, on every rank
         self.earlier: set[UnitParameter] = set()  # had a `.grad` when the last backward began
@@ -59,7 +62,7 @@ class UnitGradient:
         self.held_back = HeldBack()
         store, ledger = spec.context.store, spec.context.ledger
         self._has_rows, self._ledger = has_rows(spec), ledger
-        self._partial_account = Account(self, Kind.PARTIAL_GRAD, store.name, ledger)
+        self.partial = Partials(Account(self, Kind.PARTIAL_GRAD, store.name, ledger))
         self._local_account = Account(self, Kind.GRAD, store.name, ledger)  # alone: autograd's own
 
     @property
@@ -84,9 +87,15 @@ class UnitGradient:
 
         A user may have assigned another gradient, or, to one that is a plain tensor, other data.
         """
-        flat, shown = self._means.held, self.shown
-        start = None if flat is None else flat.tensor.untyped_storage().data_ptr()
-        return [whole.is_there(p.sharded._grad, shown.get(p), start) for p in parameters]
+        if self._means.held is None:
+            return [False] * len(parameters)
+        rows, then, plain = self._means.rows(), self.shown.get, whole.PLAIN
+        return [
+            (grad := p.sharded._grad) is not None
+            and grad is then(p)
+            and (type(grad) not in plain or grad.data_ptr() == rows[p.index].data_ptr())
+            for p in parameters
+        ]
 
     def check_there(self, parameter: UnitParameter) -> None:
         """Raise `StateError` if the parameter's gradient was used up by a step in backward."""
@@ -113,17 +122,6 @@ class UnitGradient:
         with torch._C.DisableTorchFunctionSubclass():
             return [p for p in self._parameters if p.sharded.requires_grad or p in self._due]
 
-    def note_fired(self, parameter: UnitParameter, nbytes: int = 0) -> None:
-        """Count a gradient that autograd has just accumulated."""
-        if parameter not in self.partial:
-            self.partial[parameter] = nbytes = nbytes or parameter.full_nbytes
-            self._partial_account.add(nbytes)
-
-    def _count_reduced(self, parameters: Iterable[UnitParameter]) -> None:
-        nbytes = sum([self.partial.pop(parameter, 0) for parameter in parameters])
-        if nbytes:
-            self._partial_account.add(-nbytes)
-
     def rest_partial(self) -> None:
         """Micro-batches go on: show partial gradients, so that clearing them is noticed."""
         self._due.update(self.trainable())
@@ -140,7 +138,7 @@ class UnitGradient:
             for parameter in self.partial:
                 if parameter.unsharded is not parameter.sharded:  # else `discard` has, and
                     parameter.unsharded.grad = None  # what is there now was assigned since
-        self._count_reduced(list(self.partial))
+        self.partial.drop(list(self.partial))
         self.reduction.drop(range(len(self._parameters)))
 
     def discard(self) -> None:
@@ -163,14 +161,15 @@ class UnitGradient:
 
     def _with_grad(self) -> dict[UnitParameter, Tensor]:
         with torch._C.DisableTorchFunctionSubclass():
-            return {p: grad for p in self._parameters if (grad := p.sharded._grad) is not None}
+            grads = map(_GRAD, [parameter.sharded for parameter in self._parameters])
+            pairs = zip(self._parameters, grads, strict=True)
+            return {parameter: grad for parameter, grad in pairs if grad is not None}
 
     def check_whole(self) -> set[UnitParameter]:
         """Return the parameters with a gradient; raise `StateError` if one is lost."""
         grads = self._with_grad()
-        for parameter, shown in grads.items():
-            if isinstance(shown, NoMean) and parameter not in self._stand_ins.shown | self.shown:
-                shown.refuse()
+        if NoMean in set(map(type, grads.values())):
+            self._stand_ins.check(grads, self.shown)
         return set(grads)
 
     def begin(self) -> None:
@@ -210,7 +209,7 @@ class UnitGradient:
                 self._give(parameter, mean)
             for parameter, grad in partial.items():
                 parameter.set_partial_grad(grad)
-                self.note_fired(parameter, grad.nbytes)
+                self.partial.note([parameter], grad.nbytes)
         self._reduced_at = self._ledger.steps
         self.rest_partial()
 
@@ -257,29 +256,18 @@ class UnitGradient:
             self._stand_ins.take_back(self.shown)
             if self._has_rows:
                 used = [p for p in parameters if p.unsharded.grad is not None]
-                self.show_all(take_rows(self.mean_rows(used), used, sources))
-                self._count_reduced(parameters)
-                return
-            for parameter in parameters:
-                if (grad := parameter.partial_grad) is not None and grad.is_sparse:
-                    parameter.set_partial_grad(grad := grad.to_dense())
-                sharded = parameter.sharded
-                if grad is None or parameter.unsharded is sharded:
-                    continue
-                mean = scaled(grad, parameter.local.dtype, sources)
-                if sharded._grad is not None:
-                    parameter.unwrap(sharded._grad).add_(mean)
-                else:
+                self.show_all(used, take_rows(self.mean_rows(used), used, sources))
+            else:
+                for parameter, mean in own_means(parameters, sources).items():
                     self._give(parameter, mean)
-                parameter.unsharded.grad = None
-                user_hooks.note(parameter)
-            self._count_reduced(parameters)
+            self.partial.drop(parameters)
             self._count_local()
 
     def _count_local(self) -> None:  # of one rank alone: gradients stay autograd's own tensors
         if not self._has_rows:
             grads = {**self.held_back, **self._with_grad()}
-            self._local_account.set(sum([p.unwrap(g).nbytes for p, g in grads.items()]))
+            own = [g if p.unsharded is p.sharded else p.unwrap(g) for p, g in grads.items()]
+            self._local_account.set(sum([grad.nbytes for grad in own]))
 
     def _finish_reduce(
         self, parameters: list[UnitParameter], used: list[bool], partials: list[Tensor],
@@ -287,7 +275,7 @@ class UnitGradient:
     ) -> None:  # fmt: skip
         """The first hop is over."""
         partials.clear()
-        self._count_reduced(parameters)
+        self.partial.drop(parameters)
         if self.phase is not Phase.DISCARDING:
             self._enter(Phase.LANDED)
             self._landed = Landed(parameters, self.reduction.users(used), mean)
@@ -361,22 +349,30 @@ class UnitGradient:
     def show_use(self, parameter: UnitParameter) -> None:
         """Show the mean of one use, to which others add; hooks run once, when backward ends."""
         if self.phase is not Phase.DISCARDING:
-            self.show_all([parameter], runs_hooks=False)
+            self.show_all([parameter], ends=False)
             self._enter(Phase.LATE)
             self._landed = Landed([parameter], [True], None)
 
-    def show_all(self, parameters: Iterable[UnitParameter], *, runs_hooks: bool = True) -> None:
-        """Show the reduced gradients of `parameters`."""
+    def show_all(
+        self,
+        parameters: Iterable[UnitParameter],
+        views: Sequence[Tensor] = (),
+        *,
+        ends: bool = True,
+    ) -> None:
+        """Show means; `views`: own rows of each, if made before. Hooks run where the sum `ends`."""
         self._reduced_at = self._ledger.steps
         with torch._C.DisableTorchFunctionSubclass():
-            rows = self._means.rows()
-            for parameter in parameters:
-                sharded, shown = parameter.sharded, parameter.sharded._grad
-                if shown is None or sharded is parameter.unsharded or isinstance(shown, NoMean):
-                    self._give(parameter, rows[parameter.index].view_as(parameter.local))
-                hooks = sharded._post_accumulate_grad_hooks if runs_hooks else None
-                if len(hooks or ()) > parameter.num_hooks:
-                    user_hooks.note(parameter)
+            rows, new = self._means.rows(), dict[UnitParameter, Tensor]()
+            for number, p in enumerate(parameters):
+                sharded, shown = p.sharded, p.sharded._grad
+                if shown is None or sharded is p.unsharded or isinstance(shown, NoMean):
+                    new[p] = views[number] if views else rows[p.index].view_as(p.local)
+                hooks = sharded._post_accumulate_grad_hooks if ends else None
+                if hooks and len(hooks) > p.num_hooks:
+                    user_hooks.note(p)
+            for p, mean in zip(new, wrap_grads(new), strict=True):
+                self.shown[p] = p.sharded._grad = mean
 
     def mean_rows(self, parameters: list[UnitParameter]) -> MeanRows:
         """Make room for the mean of `parameters`, at rest."""
@@ -400,16 +396,16 @@ class UnitGradient:
                 cleared = self._stand_ins.cleared(self.partial, self._spec.context.where)
                 for parameter in cleared:
                     parameter.unsharded.grad = None
-                self._count_reduced(cleared)
+                self.partial.drop(cleared)
                 self.reduction.drop([parameter.index for parameter in cleared])
             if self.phase is not Phase.DISCARDING and (self.shown or self._means.held is not None):
                 self._drop_cleared_means()  # results of a failed backward still arrive there
 
     def _drop_cleared_means(self) -> None:
         held = self.held_back
-        cleared = [p for p, g in self.shown.items() if p.sharded._grad is not g and p not in held]
-        for parameter in cleared:
-            del self.shown[parameter]
+        cleared = {p for p, g in self.shown.items() if p.sharded._grad is not g and p not in held}
+        if cleared:
+            self.shown = {p: g for p, g in self.shown.items() if p not in cleared}
         if self._reduced_at == self._ledger.steps:  # nothing was stepped by them
             self.reduction.feedback.forget(cleared)
         if not self.shown:

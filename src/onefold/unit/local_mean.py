@@ -6,11 +6,11 @@ in few copies. Else the mean is the tensors that autograd has made.
 """
 
 from collections.abc import Sequence
-from itertools import compress
 
 import torch
 from torch import Tensor
 
+from onefold.unit import user_hooks
 from onefold.unit.context import UnitSpec
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.reduction import MeanRows
@@ -30,17 +30,44 @@ def scaled(partial: Tensor, dtype: torch.dtype, sources: int) -> Tensor:
 
 def take_rows(
     mean: MeanRows, parameters: Sequence[UnitParameter], sources: int
-) -> Sequence[UnitParameter]:
-    """Copy, or add, the partial gradients of parameters to their rows, and drop them."""
-    partials = [parameter.flat_partial() for parameter in parameters]
-    if any(mean.fresh):
-        rows, fresh = ([*compress(tensors, mean.fresh)] for tensors in (mean.rows, partials))
-        torch._foreach_copy_(rows, fresh)
+) -> Sequence[Tensor]:
+    """Copy, or add, the partial gradients of parameters to their rows, and drop them.
+
+    Return the rows, each in the shape of its parameter.
+    """
+    rows = [row.view_as(p.local) for row, p in zip(mean.rows, parameters, strict=True)]
+    partials = [p.unsharded.grad if p.model is None else p.partial_grad for p in parameters]
+    dense = [g if g.layout is torch.strided else g.to_dense() for g in partials if g is not None]
+    if rows and all(mean.fresh):
+        torch._foreach_copy_(rows, dense)
         if sources > 1:
             torch._foreach_mul_(rows, 1.0 / sources)
-    for row, partial, is_fresh in zip(mean.rows, partials, mean.fresh, strict=True):
-        if not is_fresh:
-            row.add_(scaled(partial, row.dtype, sources))
+    else:
+        for row, grad, is_fresh in zip(rows, dense, mean.fresh, strict=True):
+            part = scaled(grad, row.dtype, sources)
+            row.copy_(part) if is_fresh else row.add_(part)
     for parameter in parameters:
         parameter.unsharded.grad = None
-    return parameters
+    return rows
+
+
+def own_means(parameters: Sequence[UnitParameter], sources: int) -> dict[UnitParameter, Tensor]:
+    """Take the gradients that autograd has made, without rows; return those to show.
+
+    Others are added to a gradient that is shown, or were accumulated into the parameter itself.
+    """
+    means: dict[UnitParameter, Tensor] = {}
+    for parameter in parameters:
+        grad, sharded = parameter.partial_grad, parameter.sharded
+        if grad is not None and grad.is_sparse:
+            parameter.set_partial_grad(grad := grad.to_dense())
+        if grad is None or parameter.unsharded is sharded:
+            continue
+        mean = scaled(grad, parameter.local.dtype, sources)
+        if sharded._grad is not None:
+            parameter.unwrap(sharded._grad).add_(mean)
+        else:
+            means[parameter] = mean
+        parameter.unsharded.grad = None
+        user_hooks.note(parameter)
+    return means

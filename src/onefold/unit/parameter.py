@@ -42,7 +42,7 @@ class UnitParameter(ShardedForm):
         self.full_nbytes = self.slot.numel * spec.compute_dtype.itemsize  # unsharded
         self.rename(self.slot.fqn)
         self.places = owned.places
-        self._kernel_places = owned.kernel_places
+        self.kernel_places = owned.kernel_places
         self.forms: Forms  # of `unsharded`
         self._bare: Tensor  # the values of `unsharded`, for kernels
         self._is_hooked = False
@@ -53,7 +53,6 @@ class UnitParameter(ShardedForm):
         self._empty = self.local.new_empty(0)
         self._data: Tensor | None = None  # `sharded.data`, once somebody read it
         self._before_edit: Tensor | None = None  # own rows when `unsharded.data` was read
-        self.version = 0  # of the unsharded parameter, when it was gathered
         self.sharded: nn.Parameter
         self.unsharded: nn.Parameter
 
@@ -149,9 +148,15 @@ class UnitParameter(ShardedForm):
         """Put `parameter` into every place, as assignment would, without its checks."""
         for parameters, name in self.places:
             parameters[name] = parameter
-        for state, name in self._kernel_places:
+        for state, name in self.kernel_places:
             is_sharded = parameter is self.sharded and parameter is not self.unsharded
             state[name] = parameter if is_sharded else parameter.data
+
+    def show_values(self) -> None:
+        """Show unsharded values where kernels take plain tensors."""
+        if self.unsharded is not self.sharded:
+            for state, name in self.kernel_places:
+                state[name] = self._bare
 
     def build(self, original: nn.Parameter, full: Callable[[int, tuple[int, ...]], Tensor]) -> None:
         """Build both forms and show the sharded one; `original` becomes that, or is stale.
@@ -293,10 +298,9 @@ class UnitParameter(ShardedForm):
 
     def note_unsharded_data(self) -> None:
         """`.data` of the unsharded parameter was read: compare values at the next reshard."""
-        if self.unsharded._version == self.version and not self.spec.is_resident:
+        if self.unit.note_data_read(self) and not self.spec.is_resident:
             with torch.no_grad():
                 self._before_edit = self.own_piece(local_of(self.unsharded.detach())).clone()
-        self.version = -1
 
     def keep_edits(self) -> None:
         """Bring edits made to the unsharded parameter back to own rows.
@@ -356,37 +360,6 @@ class UnitParameter(ShardedForm):
                 dtensors.introduce(self._data, ref(self))
                 self.unit.edits.watch_data(self._data)
             return self._data
-
-
-# A step does these for each parameter of each unit, so that a call for each would be felt.
-
-
-def show_all_unsharded(parameters: Iterable[UnitParameter]) -> None:
-    """Show unsharded parameters, which have their form: values have just been gathered.
-
-    Callers disable torch functions.
-    """
-    for parameter in parameters:
-        sharded, unsharded = parameter.sharded, parameter.unsharded
-        wanted = sharded.requires_grad
-        if unsharded is not sharded:
-            for places, name in parameter.places:
-                places[name] = unsharded
-            for state, name in parameter._kernel_places:
-                state[name] = parameter._bare
-            parameter.version = unsharded._version
-        if wanted != unsharded.requires_grad or (wanted and not parameter._is_hooked):
-            parameter.follow_requires_grad()
-
-
-def show_all_sharded(parameters: Iterable[UnitParameter]) -> None:
-    """Show sharded parameters."""
-    for parameter in parameters:
-        if parameter._kernel_places:
-            parameter.show(parameter.sharded)
-        else:
-            for places, name in parameter.places:
-                places[name] = parameter.sharded
 
 
 def user_edits(parameters: Iterable[UnitParameter]) -> list[int]:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onefold.layout.ledger import Kind
+from onefold.layout.ledger import Account, Kind
 from onefold.layout.messages import Parts, gathered, reduce_message
 from onefold.layout.ranges import Range
 from onefold.layout.rows import Layout, Slot, split_at
@@ -70,6 +70,27 @@ class Landed(NamedTuple):
     def used(self) -> list[Any]:
         """The parameters that some rank used."""
         return [p for p, used in zip(self.parameters, known(self.users), strict=True) if used]
+
+
+class Partials(dict[Any, int]):
+    """Partial gradients of a unit's parameters: their bytes, which an account counts."""
+
+    def __init__(self, account: Account) -> None:
+        super().__init__()
+        self._account = account
+
+    def note(self, parameters: Iterable[Any], nbytes: int = 0) -> None:
+        """Count gradients that autograd has accumulated, of `nbytes` each where that is given."""
+        new = {p: nbytes or p.full_nbytes for p in parameters if p not in self}
+        if new:
+            self.update(new)
+            self._account.add(sum(new.values()))
+
+    def drop(self, parameters: Iterable[Any]) -> None:
+        """Count them no longer."""
+        nbytes = sum([self.pop(parameter, 0) for parameter in parameters])
+        if nbytes:
+            self._account.add(-nbytes)
 
 
 class MeanBuffer:

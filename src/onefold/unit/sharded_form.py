@@ -7,7 +7,9 @@
 See layout/model_axes.py for parameters that model axes have cut before.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 from weakref import ref
 
@@ -188,3 +190,18 @@ class ShardedForm:
 def _is_alike(shown: DTensor, template: DTensor) -> bool:
     spec, other = shown._spec, template._spec
     return spec is other or (spec.mesh == other.mesh and spec.placements == other.placements)
+
+
+def wrap_grads(rows: Mapping[Any, Tensor]) -> list[Tensor]:
+    """Wrap the reduced gradients [own rows] of parameters of one unit; see `wrap_grad`.
+
+    Plain tensors have a loop of their own, as a call for each would be felt.
+    """
+    is_plain = not any([p._template is not None or p.spec.steps_in_blocks for p in rows])
+    is_near = all(rows[p].device == p.sharded.device for p in islice(rows, 1))
+    if is_plain and is_near:
+        own: list[Any] = [*rows.values()]
+        for view in own:
+            view.__class__ = whole.WholeGrad
+        return own
+    return [parameter.wrap_grad(own) for parameter, own in rows.items()]

@@ -4,12 +4,13 @@ A partial gradient shows itself, wrapped. A sum that rests in a node, or is unde
 that refuses to be read. Either way users who clear or replace `.grad` are noticed.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 from torch import Tensor
 
 from onefold.unit import refusals
 from onefold.unit.parameter import UnitParameter
+from onefold.unit.shown_grads import NoMean
 
 
 class StandIns:
@@ -67,6 +68,12 @@ class StandIns:
         parameter.set_partial_grad(values)
         self.show_partial(parameter, values)
         return True
+
+    def check(self, grads: Mapping[UnitParameter, Tensor], means: Container[UnitParameter]) -> None:
+        """Raise `StateError` if a gradient stands for a sum that is lost."""
+        for parameter, shown in grads.items():
+            if isinstance(shown, NoMean) and not (parameter in self.shown or parameter in means):
+                shown.refuse()
 
     def clear(self) -> None:
         """Forget all; `.grad` stays as it is."""

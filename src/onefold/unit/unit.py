@@ -41,11 +41,9 @@ from onefold.unit.init import Values, rows_in_files
 from onefold.unit.packed_parameter import class_of
 from onefold.unit.parameter import (
     UnitParameter,
-    show_all_sharded,
-    show_all_unsharded,
     take_form,
 )
-from onefold.unit.quantized_bytes import plain_bytes
+from onefold.unit.showing import Showing
 from onefold.unit.tiles import TiledWeight
 from onefold.unit.weights import UnitWeights
 from onefold.wire.ticket import DONE, Ticket
@@ -89,6 +87,7 @@ class Unit(UnitWeights):
             class_of(member)(self, self.spec, number, self.weight.tensor, member)
             for number, member in enumerate(plan.members)
         ]
+        self._showing = Showing(self.parameters)
         self._forms: dict[Forms, list[Tensor]] = {}  # of their unsharded objects
         self.decoded: list[DecodedWeight] = []  # before modules compute with them
         self.multiplied: list[DecodedWeight] = []  # only where an operation asks for numbers
@@ -204,7 +203,10 @@ class Unit(UnitWeights):
         """Show unsharded parameters: wait for the gather, put them into the modules."""
         if self.state is not UnitState.RESTING:
             return
-        self.check_untouched()
+        if self._is_current() and torch._C._current_graph_task_id() != -1:
+            self._showing.check_places()  # backward reads nothing of what rests
+        else:
+            self.check_untouched()
         self.start_unshard()
         if self._ticket is not DONE:
             self._await_gather()
@@ -216,7 +218,7 @@ class Unit(UnitWeights):
         with torch._C.DisableTorchFunctionSubclass():
             for forms, unsharded in self._forms.items():
                 take_form(forms.shown, unsharded, forms.library)
-            show_all_unsharded(self.parameters)
+            self._showing.show_unsharded()
         self.state = UnitState.UNSHARDED
 
     def _await_gather(self) -> None:
@@ -241,7 +243,7 @@ class Unit(UnitWeights):
 
     def end_edits(self) -> None:
         """Show sharded parameters again."""
-        show_all_sharded(self.parameters)
+        self._showing.show_sharded()
         self.state = UnitState.RESTING
 
     def reshard(self, *, release: bool, keeps_bytes: bool = False) -> None:
@@ -251,7 +253,7 @@ class Unit(UnitWeights):
         """
         if self.state is UnitState.UNSHARDED:
             self._keep_edits()
-            show_all_sharded(self.parameters)
+            self._showing.show_sharded()
             for weight in self.multiplied:
                 weight.release()
             self.state = UnitState.RESTING
@@ -270,11 +272,7 @@ class Unit(UnitWeights):
 
     def _keep_edits(self) -> None:
         """Copy in-place changes that a forward made to unsharded weights back to the shards."""
-        edited = [
-            p
-            for p in self.parameters
-            if p.unsharded is not p.sharded and p.unsharded._version != p.version
-        ]
+        edited = self._showing.edited()
         if not edited:
             return
         if self.is_resident:  # they are the weights at rest, under another counter
@@ -290,13 +288,6 @@ class Unit(UnitWeights):
             self._gathered = self.edits.all()
             self.gather.follow(self.unsharded, before)
 
-    def shows_gradients(self) -> bool:
-        """True if gradients of an earlier backward were not cleared."""
-        if self.gradient.shown or self.context.world_size > 1:
-            return bool(self.gradient.shown)
-        with torch._C.DisableTorchFunctionSubclass():  # of one rank they may be autograd's own
-            return any([parameter.sharded._grad is not None for parameter in self.parameters])
-
     def replaced(self) -> None:
         """Weights were read anew on every rank, into the master where there is one."""
         self.publish(is_rounded=False)
@@ -308,20 +299,8 @@ class Unit(UnitWeights):
     def check_untouched(self) -> None:
         """Raise `StateError` if a parameter was replaced, moved or resized since `shard`."""
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter in self.parameters:
-                sharded, local = parameter.sharded, parameter.local
-                for parameters, name in parameter.places:
-                    if (found := parameters.get(name)) is not sharded:
-                        if isinstance(found, Tensor) and not isinstance(found, nn.Parameter):
-                            raise refusals.COMPUTED(parameter.fqn, where=self.context.where)
-                        raise parameter.touched("another tensor in its place")
-                if not parameter.is_dtensor:  # `check_own` asks the same: a call less each
-                    if sharded.data_ptr() != local.data_ptr() or sharded.shape != local.shape:
-                        parameter.check_own()
-                    continue
-                shown = getattr(sharded, "_local_tensor", None)
-                if shown is not local and plain_bytes(shown) is not local:
-                    parameter.check_own()
+            self._showing.check_places()
+            self._showing.check_memory()
 
     @property
     def owner(self) -> UnitOwner | None:
@@ -346,6 +325,14 @@ class Unit(UnitWeights):
         assert self.owner is not None, "an operation needs the unsharded parameter of a dead engine"
         self.owner.unshard_for_use(self)
         return parameter.unsharded
+
+    def note_data_read(self, parameter: UnitParameter) -> bool:
+        """Compare its unsharded values at the next reshard; False if that was due already."""
+        return self._showing.note_data_read(parameter)
+
+    def forget_edit(self, parameter: UnitParameter) -> None:
+        """Take unsharded values as they are for those that were gathered."""
+        self._showing.forget_edit(parameter)
 
     def note_use(self, outputs: object) -> None:
         """Note results that were computed outside the unit's modules."""

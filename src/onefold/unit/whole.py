@@ -71,6 +71,9 @@ class PartialGrad(WholeGrad):
         return self._group.all_reduced(self.detach()).div_(self._group.world_size)
 
 
+PLAIN = Tensor, WholeGrad
+"""Classes of gradients with memory of their own; that of a user's subclass is not asked for."""
+
 # torch clips a list of gradients by one operation for each list where it knows their class
 getattr(_foreach_utils, "_foreach_supported_types", []).extend([WholeGrad, PartialGrad])
 
@@ -80,15 +83,6 @@ def shown(grad: Tensor) -> Tensor:
     if type(grad) is Tensor:
         grad.__class__ = WholeGrad
     return grad
-
-
-def is_there(grad: Tensor | None, then: Tensor | None, start: int | None) -> bool:
-    """True if a gradient is that from `then`, in memory at `start`; a subclass has no other."""
-    if start is None or grad is not then:
-        return False
-    if grad is None or type(grad) not in (Tensor, WholeGrad):
-        return True
-    return grad.untyped_storage().data_ptr() == start
 
 
 def shown_partial(grad: Tensor, group: Group) -> Tensor:

@@ -101,7 +101,7 @@ class StageDriver:
                 for unit in engine.units:
                     for parameter in unit.parameters:
                         if parameter.unsharded.grad is not None:
-                            unit.gradient.note_fired(parameter)
+                            unit.gradient.partial.note([parameter])
                     unit.gradient.rest_partial()
             engine.executor.do(schedule.hide())
             engine.drive(self._drives.step)
