@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import onefold
+from onefold.engine import bare_step
 
 CLASSES = {
     "AdamW": lambda ps: torch.optim.AdamW(ps, lr=0.1),
@@ -135,3 +136,51 @@ def test_the_ledger_counts_states_that_torch_made():
     train(module, optimizer, 1)
     numel = sum(p.numel() for p in module.parameters())
     assert onefold.report(module).memory["optimizer"]["device"].now == 8 * numel
+
+
+def test_a_step_without_gradients_and_one_beside_cut_parameters_change_nothing():
+    """Between them the optimizer steps stand-ins, and its states are imported."""
+    module, cut, plain = build(), build(), build()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    other = torch.optim.AdamW(plain.parameters(), lr=0.1, fused=True)
+    onefold.shard(module, optimizer, stage=3)
+    train(module, optimizer)
+    optimizer.step()
+    optimizer.add_param_group({"params": [*cut.parameters()]})
+    onefold.shard(cut, optimizer, stage=3, precision="bf16")
+    train(module, optimizer)
+    optimizer.param_groups.pop()
+    train(module, optimizer)
+    train(plain, other, 3)
+    train(plain, other, 3)
+    train(plain, other, 3)
+    assert_equal(module, plain)
+    assert {int(optimizer.state[p]["step"]) for p in module.parameters()} == {9}
+
+
+def test_a_checkpoint_goes_on(tmp_path):
+    ours, plain = pair("AdamW")
+    train(*ours)
+    onefold.save(tmp_path / "c", *ours)
+    fresh, _ = pair("AdamW")
+    onefold.load(tmp_path / "c", *fresh)
+    train(*fresh)
+    train(*plain)
+    train(*plain)
+    assert_equal(fresh[0], plain[0])
+
+
+def test_counters_on_another_device_are_moved_once(monkeypatch):
+    """States that users load have them on the CPU, where torch leaves them without fused steps."""
+    moved = list[int]()
+    move = bare_step.with_numbers_on
+    monkeypatch.setattr(bare_step, "with_numbers_on", lambda *a: moved.append(1) or move(*a))
+    step, group = bare_step.BareStep(), {"params": [torch.empty(2, device="meta")]}
+    optimizer = torch.optim.AdamW([nn.Parameter(group["params"][0])])
+    group = optimizer.param_groups[0]
+    for _ in range(2):
+        optimizer.state[group["params"][0]] = {"step": torch.zeros(())}
+        for _ in range(3):
+            step._move_numbers(optimizer, group)
+    assert optimizer.state[group["params"][0]]["step"].device.type == "meta"
+    assert len(moved) == 2

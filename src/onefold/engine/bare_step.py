@@ -5,6 +5,7 @@ torch has that and the user left it open. See docs/adr/0041.
 """
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ class BareStep:
 
     def __init__(self) -> None:
         self._fused: list[dict[str, Any]] = []  # groups that are fused during this step
+        self._known: list[int] = []  # values of states whose counters are on the device
         self.units: set[Unit] = set()  # that are stepped; empty: none is, now
 
     def begin(self, optimizer: Optimizer, known: Mapping[int, UnitParameter]) -> bool:
@@ -44,11 +46,13 @@ class BareStep:
         return True
 
     def _move_numbers(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
-        """Move counters to the device: a state that users load has them on the CPU."""
-        far = [tensor for tensor in group["params"] if tensor.device.type != "cpu"]
-        for tensor in far:
+        """Move counters to the device, unless all are known: states that users load have others."""
+        if _values_of(optimizer) == self._known:
+            return
+        for tensor in [tensor for tensor in group["params"] if tensor.device.type != "cpu"]:
             if entry := dict.get(optimizer.state, tensor):
                 entry.update(with_numbers_on(tensor.device, entry))
+        self._known = _values_of(optimizer)
 
     def end(self) -> set[Unit]:
         """End the step, also one that raised; return the units that it stepped."""
@@ -65,3 +69,9 @@ def _states_of(optimizer: Optimizer, group: dict[str, Any]) -> list[State]:
         return []
     stepped: list[Tensor] = [tensor for tensor in group["params"] if tensor.grad is not None]
     return [dict.get(optimizer.state, tensor, {}) for tensor in stepped]
+
+
+def _values_of(optimizer: Optimizer) -> list[int]:
+    """Return the ids of all values in states of parameters."""
+    entries = [entry for entry in dict.values(optimizer.state) if isinstance(entry, dict)]
+    return [*map(id, chain.from_iterable(map(dict.values, entries)))]
