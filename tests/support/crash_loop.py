@@ -68,7 +68,9 @@ def life(rank: int, folder: Path, port: int, steps: int, is_async: bool) -> None
     note(folder, rank, "end")
     with onefold.unsharded(module):
         if rank == 0:
-            torch.save([p.detach().clone() for p in module.parameters()], folder / "final.pt")
+            weights = [p.detach().clone() for p in module.parameters()]
+            torch.save(weights, folder / "final.tmp")  # a kill may come here, too
+            (folder / "final.tmp").rename(folder / "final.pt")
     dist.barrier()
     dist.destroy_process_group()
 
