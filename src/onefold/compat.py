@@ -41,7 +41,7 @@ def untraced(function: Callable[Given, Returned]) -> Callable[Given, Returned]:
 
     @wraps(function)
     def call(*args: Given.args, **kwargs: Given.kwargs) -> Returned:
-        return (function if is_tracing() is None else disabled)(*args, **kwargs)
+        return (function if running_trace() is None else disabled)(*args, **kwargs)
 
     return unseen(call)
 
@@ -54,7 +54,7 @@ def unseen(function: Callable[Given, Returned]) -> Callable[Given, Returned]:
     return function
 
 
-is_tracing = eval_frame.get_eval_frame_callback
+running_trace = eval_frame.get_eval_frame_callback
 """Not None where dynamo traces what is called."""
 
 

@@ -170,17 +170,17 @@ def test_a_checkpoint_goes_on(tmp_path):
     assert_equal(fresh[0], plain[0])
 
 
-def test_counters_on_another_device_are_moved_once(monkeypatch):
+def test_counters_on_another_device_are_moved_once_in_each_group(monkeypatch):
     """States that users load have them on the CPU, where torch leaves them without fused steps."""
     moved = list[int]()
     move = bare_step.with_numbers_on
     monkeypatch.setattr(bare_step, "with_numbers_on", lambda *a: moved.append(1) or move(*a))
-    step, group = bare_step.BareStep(), {"params": [torch.empty(2, device="meta")]}
-    optimizer = torch.optim.AdamW([nn.Parameter(group["params"][0])])
-    group = optimizer.param_groups[0]
+    held = [nn.Parameter(torch.empty(2, device="meta")) for _ in range(2)]
+    optimizer = torch.optim.AdamW([{"params": [parameter]} for parameter in held])
     for _ in range(2):
-        optimizer.state[group["params"][0]] = {"step": torch.zeros(())}
-        for _ in range(3):
-            step._move_numbers(optimizer, group)
-    assert optimizer.state[group["params"][0]]["step"].device.type == "meta"
-    assert len(moved) == 2
+        for parameter in held:
+            optimizer.state[parameter] = {"step": torch.zeros(())}
+        for group in optimizer.param_groups * 3:
+            bare_step._move_numbers(optimizer, group)
+    assert all(optimizer.state[p]["step"].device.type == "meta" for p in held)
+    assert len(moved) == 4

@@ -5,14 +5,13 @@ torch has that and the user left it open. See docs/adr/0041.
 """
 
 from collections.abc import Mapping
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from onefold.engine.flat_groups import with_numbers_on
+from onefold.engine.flat_groups import NUMBERS, with_numbers_on
 from onefold.engine.rules import State, may_fuse
 from onefold.unit.parameter import UnitParameter
 from onefold.unit.unit import Unit
@@ -23,7 +22,6 @@ class BareStep:
 
     def __init__(self) -> None:
         self._fused: list[dict[str, Any]] = []  # groups that are fused during this step
-        self._known: list[int] = []  # values of states whose counters are on the device
         self.units: set[Unit] = set()  # that are stepped; empty: none is, now
 
     def begin(self, optimizer: Optimizer, known: Mapping[int, UnitParameter]) -> bool:
@@ -41,18 +39,9 @@ class BareStep:
             if may_fuse(optimizer, group, _states_of(optimizer, group)):
                 group["fused"] = True
                 self._fused.append(group)
-                self._move_numbers(optimizer, group)
+                _move_numbers(optimizer, group)
         self.units = units
         return True
-
-    def _move_numbers(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
-        """Move counters to the device, unless all are known: states that users load have others."""
-        if _values_of(optimizer) == self._known:
-            return
-        for tensor in [tensor for tensor in group["params"] if tensor.device.type != "cpu"]:
-            if entry := dict.get(optimizer.state, tensor):
-                entry.update(with_numbers_on(tensor.device, entry))
-        self._known = _values_of(optimizer)
 
     def end(self) -> set[Unit]:
         """End the step, also one that raised; return the units that it stepped."""
@@ -71,7 +60,10 @@ def _states_of(optimizer: Optimizer, group: dict[str, Any]) -> list[State]:
     return [dict.get(optimizer.state, tensor, {}) for tensor in stepped]
 
 
-def _values_of(optimizer: Optimizer) -> list[int]:
-    """Return the ids of all values in states of parameters."""
-    entries = [entry for entry in dict.values(optimizer.state) if isinstance(entry, dict)]
-    return [*map(id, chain.from_iterable(map(dict.values, entries)))]
+def _move_numbers(optimizer: Optimizer, group: dict[str, Any]) -> None:
+    """Move counters to the device, where fused steps count them: users load them on the CPU."""
+    for tensor in [tensor for tensor in group["params"] if tensor.device.type != "cpu"]:
+        entry = dict.get(optimizer.state, tensor, {})
+        numbers = [value for name in NUMBERS if isinstance(value := entry.get(name), Tensor)]
+        if any(number.device != tensor.device for number in numbers):
+            entry.update(with_numbers_on(tensor.device, entry))

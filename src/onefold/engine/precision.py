@@ -47,14 +47,10 @@ def cast_arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Cast the floating-point tensors that a module is called with; None if all have the dtype."""
-    for value in () if kwargs else args:
-        if not isinstance(value, Tensor) or not (
-            value.dtype is dtype or not value.is_floating_point()
-        ):
-            break
-    else:
-        if not kwargs:
-            return None
+    if not kwargs and all(
+        [isinstance(v, Tensor) and (v.dtype is dtype or not v.is_floating_point()) for v in args]
+    ):
+        return None
     return cast_floating(args, dtype), cast_floating(kwargs, dtype)
 
 

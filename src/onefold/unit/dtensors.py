@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_iter, tree_map
 
-from onefold.compat import is_tracing, unseen, untraced
+from onefold.compat import running_trace, unseen, untraced
 from onefold.errors import StateError
 from onefold.unit import refusals, whole
 from onefold.unit.context import UnitInUse
@@ -389,7 +389,7 @@ class DirectUse:
 @unseen
 def on_accumulated(parameter: Owner, accumulated: Tensor) -> None:
     """Tell the unit of an unsharded parameter that its gradient has grown."""
-    if is_tracing() is not None:  # as `untraced` does, less a call for each gradient
+    if running_trace() is not None:  # as `untraced` does, less a call for each gradient
         torch._disable_dynamo(on_accumulated)(parameter, accumulated)
         return
     alive = parameter()
